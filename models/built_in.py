@@ -568,6 +568,39 @@ def _shared_parts(config: Config) -> tuple[str, str]:
     return ("layers.shared_gate", "layers.shared_up") if config.num_experts else ("layers.gate", "layers.up")
 
 
+MAMBA_KEYS = {
+    "ssm.conv_kernel": "mamba_d_conv",
+    "ssm.group_count": "mamba_n_groups",
+    "ssm.inner_size": "inner",
+    "ssm.state_size": "mamba_d_state",
+    "ssm.time_step_rank": "mamba_n_heads",
+}
+HYBRID_KEYS = MULTIPLIERS | MAMBA_KEYS | EXPERTS
+HYBRID_KEYS |= {
+    "attention.head_count_kv": "kv_heads",  # 0 of layers without attention
+    "expert_shared_feed_forward_length": "shared_intermediate_size",
+}
+
+
+def _granite_hybrid_in_gguf(architecture: str) -> Callable[[Raw, Mapping[str, Any]], Raw]:
+    def fields(raw: Raw, tensors: Mapping[str, Any]) -> Raw:
+        own: dict[str, Any] = dict(attention_multiplier=raw.get("attention_multiplier", raw["head_dim"] ** -0.5))
+        own["position_embedding_type"] = "rope" if raw.get("finetuned", True) else "nope"
+        own["num_local_experts"] = experts = raw.get("num_local_experts") or 0
+        own["shared_intermediate_size"] = raw.get("shared_intermediate_size") or (
+            0 if experts else raw["intermediate_size"]
+        )
+        recurrent = [f"blk.{layer}.ssm_a" in tensors for layer in range(raw["num_hidden_layers"])]
+        own["layer_types"] = ["mamba" if is_recurrent else "attention" for is_recurrent in recurrent]
+        if any(recurrent):
+            _check_in_gguf(raw, architecture, MAMBA_KEYS)
+            own["mamba_d_head"] = raw["inner"] // raw["mamba_n_heads"]
+            own["mamba_expand"] = raw["inner"] // raw["hidden_size"]
+        return own
+
+    return fields
+
+
 MAMBA = dict(kernel="conv1d.weight", log_decay="A_log", decay_bias="dt_bias", output="out_proj.weight")
 SPARSE, SHARED_MLP = LAYER + "block_sparse_moe.", LAYER + "shared_mlp."
 register_family(
@@ -582,6 +615,16 @@ register_family(
     fused={SHARED_MLP + "input_linear.weight": _shared_parts},
     architecture="GraniteMoeHybridForCausalLM",
     joined_experts="linears",
+    gguf=Gguf("granitehybrid", HYBRID_KEYS, _granite_hybrid_in_gguf("granitehybrid"), neighbours=True),
+)
+register_family(
+    "granitemoe",
+    lambda raw: _granite_hybrid(
+        {"shared_intermediate_size": 0, "position_embedding_type": "rope"}
+        | {**raw, "layer_types": ["attention"] * (raw.get("num_hidden_layers") or 0)}
+    ),
+    joined_experts="linears",
+    gguf=Gguf("granitemoe", HYBRID_KEYS, _granite_hybrid_in_gguf("granitemoe"), neighbours=True),
 )
 
 

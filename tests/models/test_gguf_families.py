@@ -10,13 +10,13 @@ import re
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import models
 from models.load import describe
 from tests.models.make_golden import GOLDEN
 from tests.models.test_gguf import put, refused, write
-from tests.models.test_load import parameters
+from tests.models.test_load import assert_same, parameters
 from tests.tiers import first
 
 # Of each layer, without their endings; "#" is the layer.
@@ -37,6 +37,10 @@ NAMES = {
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp", "linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias",
     "linear_attn.conv1d": "ssm_conv1d", "linear_attn.norm": "ssm_norm", "linear_attn.out_proj": "ssm_out",
     "linear_attn.in_proj_qkvz": "ssm_in", "linear_attn.in_proj_ba": "ssm_ba", "linear_attn.in_proj_a": "ssm_alpha",
+    "mamba.A_log": "ssm_a", "mamba.D": "ssm_d", "mamba.dt_bias": "ssm_dt.bias", "mamba.conv1d": "ssm_conv1d",
+    "mamba.norm": "ssm_norm", "mamba.in_proj": "ssm_in", "mamba.out_proj": "ssm_out",
+    "block_sparse_moe.router.layer": "ffn_gate_inp", "block_sparse_moe.output_linear": "ffn_down_exps",
+    "block_sparse_moe.gate": "ffn_gate_exps", "block_sparse_moe.up": "ffn_up_exps",
     "linear_attn.in_proj_b": "ssm_beta", "linear_attn.in_proj_qkv": "attn_qkv", "linear_attn.in_proj_z": "attn_gate",
 }  # fmt: skip
 
@@ -180,6 +184,56 @@ def delta_net(name, architecture, old=False):
     return common(raw, architecture, **keys), named(tensors, {"post_attention_layernorm": "post_attention_norm"})
 
 
+def neighbours(array, heads):
+    """The rows of heads with element i beside element i + D / 2."""
+    halves = array.reshape(heads, 2, len(array) // heads // 2, *array.shape[1:])
+    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(array.shape))
+
+
+def granite(raw, tensors, architecture):
+    recurrent = [kind in ("linear_attention", "mamba") for kind in raw["layer_types"]]
+    heads, groups = raw["num_key_value_heads"], raw["mamba_n_groups"]
+    keys = {
+        "attention.scale": raw["attention_multiplier"], "embedding_scale": raw["embedding_multiplier"],
+        "residual_scale": raw["residual_multiplier"], "logit_scale": raw["logits_scaling"],
+        "attention.head_count_kv": [0 if without else heads for without in recurrent],
+        "rope.scaling.finetuned": not any(recurrent),
+    }  # fmt: skip
+    if any(recurrent):
+        keys |= {
+            "ssm.conv_kernel": raw["mamba_d_conv"], "ssm.state_size": raw["mamba_d_state"], "ssm.group_count": groups,
+            "ssm.inner_size": raw["mamba_n_heads"] * raw["mamba_d_head"], "ssm.time_step_rank": raw["mamba_n_heads"],
+        }  # fmt: skip
+    if architecture != "granite":
+        keys["expert_shared_feed_forward_length"] = raw["shared_intermediate_size"]
+    if raw["num_local_experts"]:
+        keys |= {"expert_count": raw["num_local_experts"], "expert_used_count": raw["num_experts_per_tok"]}
+    else:
+        keys["feed_forward_length"] = raw["shared_intermediate_size"]
+    found = {}
+    for key, array in tensors.items():
+        part = key.rsplit("mamba.", 1)[-1]
+        if part == "A_log":
+            array = -np.exp(array)
+        if part in ("A_log", "D"):
+            array = array[:, None]
+        elif part == "conv1d.weight":
+            array = array[:, 0]
+        elif part == "norm.weight":
+            array = array.reshape(groups, -1)
+        elif "q_proj" in key or "k_proj" in key:
+            array = neighbours(array, raw["num_attention_heads"] if "q_proj" in key else heads)
+        if "input_linear" in key:
+            for half, name in zip(np.split(array, 2, axis=-2), ("gate", "up"), strict=True):
+                found[key.replace("input_linear", name)] = half
+        else:
+            found[key] = array
+    shared = "_shexp" if raw["num_local_experts"] else ""
+    own = {f"shared_mlp.{part}": f"ffn_{part}{shared}" for part in ("gate", "up")}
+    own["shared_mlp.output_linear"] = f"ffn_down{shared}"
+    return common(raw, architecture, **keys), named(found, own)
+
+
 CASES = {
     "deepseek_v3": lambda: deepseek("deepseek_v3"),
     "deepseek_v2": lambda: deepseek("deepseek_v2"),
@@ -191,6 +245,9 @@ CASES = {
     "qwen3_5": lambda: delta_net("qwen3_5", "qwen35"),
     "qwen3_5_text": lambda: delta_net("qwen3_5_text", "qwen35"),
     "qwen3_5_moe": lambda: delta_net("qwen3_5_moe", "qwen35moe"),
+    "granite4_h": lambda: granite(*read("granite4_h"), "granitehybrid"),
+    "granite4_h_moe": lambda: granite(*read("granite4_h_moe"), "granitehybrid"),
+    "granite4": lambda: granite(*read("granite4"), "granite"),
 }
 
 
@@ -221,6 +278,30 @@ def test_the_logits_of_a_file_are_those_of_transformers(case, made):
     np.testing.assert_allclose(found, golden["logits_0"], atol=1e-4, rtol=0)
 
 
+def granite_moe(shared):
+    """Granite 4's one layer with attention and experts, alone and rotated; without the shared network of all tokens."""
+    raw, tensors = read("granite4_h_moe")
+    raw |= {"num_hidden_layers": 1, "layer_types": ["attention"], "position_embedding_type": "rope"}
+    kept = {
+        key.replace("layers.1.", "layers.0."): array
+        for key, array in tensors.items()
+        if not re.search(r"layers\.[02]\.", key) and (shared or "shared_mlp" not in key)
+    }
+    return raw | ({} if shared else {"shared_intermediate_size": 0}), kept
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_granite_with_experts_and_attention_alone(shared, tmp_path):
+    raw, tensors = granite_moe(shared)
+    keys, stored = granite(raw, tensors, "granitemoe")
+    save_file(tensors, tmp_path / "model.safetensors")
+    named_so = {} if shared else {"architectures": ["GraniteMoeForCausalLM"], "model_type": "granitemoe"}
+    (tmp_path / "config.json").write_text(json.dumps(raw | named_so))
+    (found, _), (expected, _) = models.load(write(tmp_path / "model.gguf", keys, stored)), models.load(tmp_path)
+    assert found.config == expected.config and found.config.shared_size == 20 * shared
+    assert_same(found, expected)
+
+
 def test_layers_that_only_predict_later_tokens_are_not_read(made):
     keys = {"qwen35.block_count": 5, "qwen35.nextn_predict_layers": 1}
     more = {"blk.4.attn_norm.weight": np.ones(16), "blk.4.nextn.eh_proj.weight": np.ones((16, 32))}
@@ -247,6 +328,11 @@ WRONG = {
         ({"qwen35.ssm.group_count": 0}, "lacks the key qwen35.ssm.group_count"),
         ({"blk.0.attn_gate.weight": np.ones((30, 16))}, "shape (30, 16); its metadata requires (40, 16)"),
         ({"blk.4.attn_norm.weight": np.ones(16)}, "holds the tensor blk.4.attn_norm.weight"),
+    ],
+    "granite4_h": [
+        ({"granitehybrid.ssm.state_size": None}, "lacks the key granitehybrid.ssm.state_size"),
+        ({"granitehybrid.ssm.inner_size": 40}, "mamba_n_heads * mamba_d_head is 40"),
+        ({"granitehybrid.attention.head_count": [4, 4, 2, 4]}, "differs from layer to layer"),
     ],
     "deepseek_v2": [({"deepseek2.expert_weights_norm": True}, "norm_topk_prob is True; only False is supported")],
 }
