@@ -826,6 +826,56 @@ def _gemma4_ropes(raw: Raw) -> tuple[Rope, Rope]:
     return made[0], made[1]
 
 
+GEMMA4_KEYS = WINDOWS | LOGITS_CAP | QWEN3_MOE_KEYS
+GEMMA4_KEYS |= {
+    "attention.head_count_kv": "kv_heads",
+    "attention.key_length_swa": "windowed_key",
+    "attention.shared_kv_layers": "num_kv_shared_layers",
+    "attention.value_length_swa": "windowed_value",
+    "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+    "feed_forward_length": "feed_sizes",
+    "rope.dimension_count_swa": "windowed_rotated",
+    "rope.freq_base_swa": "rope_local_base_freq",
+}
+WINDOWED_SIZES = {key: field for key, field in GEMMA4_KEYS.items() if field.startswith("windowed_")}
+
+
+def _gemma4_in_gguf(raw: Raw, tensors: Mapping[str, Any]) -> Raw:
+    _check_in_gguf(raw, "gemma4", WINDOWED_SIZES)
+    types, layers, size = _types_in_gguf(raw).get("layer_types"), raw["num_hidden_layers"], raw["windowed_key"]
+    if types is None or any(raw[field] != size for field in WINDOWED_SIZES.values()):
+        raise ValueError("its layers with a sliding window are not named, or their heads are not of one size.")
+    if raw["rope_parameters"].get("rope_type") != "proportional":
+        raise ValueError("it lacks the tensor rope_freqs.weight, or that is no part of each head; convert it again.")
+    heads, sizes = (
+        each if isinstance(each, list) else [each] * layers for each in (raw["kv_heads"], raw["feed_sizes"])
+    )
+    heads_of, shared = dict(zip(types, heads, strict=False)), raw.get("num_kv_shared_layers") or 0
+    whole = [layer for layer, kind in enumerate(types) if kind == "full_attention"]
+    with_values = [layer for layer in whole if f"blk.{layer}.attn_v.weight" in tensors]
+    return {
+        "layer_types": types,
+        "head_dim": size,
+        "num_key_value_heads": heads_of.get("sliding_attention"),
+        "per_layer_config": {
+            str(layer): {"head_dim": raw["head_dim"], "num_key_value_heads": heads_of["full_attention"]}
+            for layer in whole
+        },
+        "attention_k_eq_v": not with_values,
+        "intermediate_size": sizes[0],
+        "use_double_wide_mlp": sizes[-1] != sizes[0],
+        "num_kv_shared_layers": shared,
+        "hidden_size_per_layer_input": raw.get("hidden_size_per_layer_input", 0),
+        "enable_moe_block": bool(raw.get("num_local_experts")),
+        "num_experts": raw.get("num_local_experts"),
+        "top_k_experts": raw.get("num_experts_per_tok"),
+        "rope_parameters": {
+            "full_attention": raw["rope_parameters"],
+            "sliding_attention": {"rope_theta": raw.get("rope_local_base_freq", 10_000.0)},
+        },
+    }
+
+
 GEMMA4_TENSORS = GEMMA_TENSORS | {
     "layers.router": LAYER + "router.proj.weight",
     **{f"layers.expert_{part}": LAYER + f"experts.{{}}.{part}_proj.weight" for part in ("gate", "up", "down")},
@@ -838,6 +888,7 @@ register_family(
     architecture="Gemma4ForCausalLM",
     joined_experts="only rows",
     inside={"gemma4": "gemma4_text"},
+    gguf=Gguf("gemma4", GEMMA4_KEYS, _gemma4_in_gguf),
 )
 UNIFIED = dict(hidden_size_per_layer_input=0, max_position_embeddings=262_144, sliding_window=1024)
 register_family(

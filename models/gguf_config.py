@@ -22,6 +22,7 @@ from models.rotary import rope_frequencies
 FREQUENCY_FACTORS = "rope_freqs.weight"  # Llama 3.1's rope scaling, as a factor for each frequency
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"  # longrope's
 
+UNROTATED = 1e29  # a factor from this on stands for a pair that is not rotated
 WINDOWED = "attention.sliding_window_pattern"  # says of each layer whether it has a window
 
 MORE_LAYERS = "nextn_predict_layers"  # how many of the layers, the last, only predict later tokens
@@ -202,7 +203,7 @@ def _rope(raw: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, An
             f"rope_type is {kind!r}; supported are none, linear and yarn, and the factors of Llama 3.1 and of longrope."
         )
     if kind == "none" or (kind == "linear" and factor == 1):
-        return plain if factors is None else plain | _llama3(plain["rope_theta"], head_dim, factors)
+        return plain if factors is None else plain | _scaling(plain["rope_theta"], head_dim, factors)
     if factors is not None:
         raise ValueError(f"it holds both {FREQUENCY_FACTORS} and rope_type {kind!r}; only one is supported.")
     return scaled | {"factor": factor, **{name: raw.get(name) for name in ("beta_fast", "beta_slow")}}
@@ -212,10 +213,11 @@ def _numbers(factors: Tensor) -> list[float]:
     return [_before_rounding(x) for x in factors.read((slice(0, factors.shape[0]),))]
 
 
-def _llama3(theta: float, head_dim: int, factors: Tensor) -> dict[str, Any]:
-    """Find the Llama 3.1 scaling that given factors on the frequencies come from: the file stores nothing else of it.
+def _scaling(theta: float, head_dim: int, factors: Tensor) -> dict[str, Any]:
+    """Find the scaling that given factors on the frequencies come from: the file stores nothing else of it.
 
-    All models of that family scale partially between 1 and 4 turns in their original context, a power of two.
+    It is Gemma 4's, whose last pairs are not rotated, or Llama 3.1's: all models of that family scale partially between
+    1 and 4 turns in their original context, a power of two.
     """
     if factors.shape != (head_dim // 2,):
         raise ValueError(
@@ -226,6 +228,8 @@ def _llama3(theta: float, head_dim: int, factors: Tensor) -> dict[str, Any]:
         raise ValueError(f"{FREQUENCY_FACTORS} is damaged: it holds numbers below 1 or not finite; download it again.")
     if found.max() == 1:
         return {}
+    if set(found.tolist()) == {1.0, found.max()} and found.max() >= UNROTATED:
+        return {"rope_type": "proportional", "partial_rotary_factor": float(np.mean(found == 1))}
     plain = np.asarray(rope_frequencies(Rope(theta), head_dim)[0][0])
     for original in (1 << power for power in range(13, 21)):
         rope = Rope(theta, "llama3", float(found.max()), original)

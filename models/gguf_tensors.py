@@ -91,12 +91,20 @@ def names_in(architecture: str) -> Callable[[str], str]:
 
 
 def _by_expert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Replace each tensor of a layer's experts, [X, F, E] or a bias [X, F], by one for each expert."""
+    """Replace each tensor of a layer's experts, [X, F, E] or a bias [X, F], by one for each expert.
+
+    One that holds gates and what they multiply, [X, 2 F, E], has all rows of an expert's gate first.
+    """
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if len(tensor.shape) == 3 and name.endswith("_exps.weight"):
-            vectors = tensor.shape[1]
-            found |= {f"{name}[{x}]": part_from(tensor, x * vectors, tensor.shape[1:]) for x in range(tensor.shape[0])}
+            X, rows, columns = tensor.shape
+            halves = ("gate", "up") if "gate_up" in name and rows % 2 == 0 else ("gate_up",)
+            size = rows // len(halves)
+            for at, half in enumerate(halves):
+                own = name.replace("gate_up", half)
+                parts = (part_from(tensor, x * rows + at * size, (size, columns)) for x in range(X))
+                found |= {f"{own}[{x}]": part for x, part in enumerate(parts)}
         elif name.endswith("_exps.bias"):
             found |= {f"{name}[{x}]": _row(tensor, x) for x in range(tensor.shape[0])}
         else:

@@ -55,7 +55,7 @@ PRE = "tokenizer.ggml.pre"  # names the pre-tokenizer
 # whatever their type is.
 ENDS_OF_TURN = (
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>", "<|end_of_text|>", "<|endoftext|>", "<EOT>",
-    "[EOT]", "<end_of_utterance>",
+    "[EOT]", "<end_of_utterance>", "<turn|>",
 )  # fmt: skip
 # Special tokens of Phi-3's SentencePiece vocabulary that keep the blanks behind them; the others take them in.
 KEEP_BLANKS = ("<unk>", "<s>", "<|endoftext|>")
@@ -64,10 +64,10 @@ KEEP_BLANKS = ("<unk>", "<s>", "<|endoftext|>")
 def tokenizer_of(metadata: Mapping[str, Any], config: Config, file: Path) -> Tokenizer | None:
     beside = file.parent / "tokenizer.json"
     kind = optional(metadata, "tokenizer.ggml.model", str, "none")
-    if kind not in ("gpt2", "llama", "none", "no_vocab") and not beside.is_file():
+    if kind not in ("gpt2", "llama", "gemma4", "none", "no_vocab") and not beside.is_file():
         raise ValueError(
-            f"its tokenizer is of the kind {kind!r}, but only gpt2 (BPE) and llama (SentencePiece) are read; put the "
-            "model's tokenizer.json beside the file, which is then used."
+            f"its tokenizer is of the kind {kind!r}, but only gpt2 (BPE), llama (SentencePiece) and gemma4 are read; "
+            "put the model's tokenizer.json beside the file, which is then used."
         )
     tokens = listed(metadata, "tokenizer.ggml.tokens", str)
     if len(tokens) > config.vocab_size:
@@ -122,9 +122,7 @@ def _byte_level(
             f"its pre-tokenizer is {name!r}, but only {', '.join(SPLITS)} are read; put the model's tokenizer.json "
             "beside the file, which is then used."
         )
-    pairs = listed(metadata, "tokenizer.ggml.merges", str)
-    # The space between the two parts is never the first character.
-    merges = [(pair[:at], pair[at + 1 :]) for pair in pairs if (at := pair.find(" ", 1)) > 0]
+    merges = _merges(metadata)
     # Unused ids have texts such as [PAD7], which must not be matched in a text.
     vocabulary = {token: index for index, token in enumerate(tokens) if types[index] != UNUSED}
     backend = _bpe(vocabulary, merges, ignore_merges=name == "llama-bpe")
@@ -138,21 +136,31 @@ def _byte_level(
     return backend
 
 
+def _merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
+    pairs = listed(metadata, "tokenizer.ggml.merges", str)
+    # The space between the two parts is never the first character.
+    return [(pair[:at], pair[at + 1 :]) for pair in pairs if (at := pair.find(" ", 1)) > 0]
+
+
 def _sentencepiece(
     metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int], unknown: str | None
 ) -> tokenizers.Tokenizer:
-    """Build a SentencePiece BPE tokenizer, as Llama 2's: the pair whose joint token scores best is joined first."""
-    scores = listed(metadata, "tokenizer.ggml.scores", float)
-    if len(scores) != len(tokens):
-        raise ValueError(f"it has {len(tokens)} tokens and the scores of {len(scores)}; download it again.")
+    """Build a SentencePiece BPE tokenizer, as Llama 2's: the pair whose joint token scores best is joined first.
+
+    Gemma 4's file has the pairs in their order.
+    """
+    scores, merges = listed(metadata, "tokenizer.ggml.scores", float), _merges(metadata)
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    joint = [index for index, kind in enumerate(types) if kind in (NORMAL, USER_DEFINED, UNUSED)]
-    merges = [
-        (tokens[index][:at], tokens[index][at:])
-        for index in sorted(joint, key=lambda index: -scores[index])
-        for at in range(1, len(tokens[index]))
-        if tokens[index][:at] in vocabulary and tokens[index][at:] in vocabulary
-    ]
+    if not merges:
+        if len(scores) != len(tokens):
+            raise ValueError(f"it has {len(tokens)} tokens and the scores of {len(scores)}; download it again.")
+        joint = [index for index, kind in enumerate(types) if kind in (NORMAL, USER_DEFINED, UNUSED)]
+        merges = [
+            (tokens[index][:at], tokens[index][at:])
+            for index in sorted(joint, key=lambda index: -scores[index])
+            for at in range(1, len(tokens[index]))
+            if tokens[index][:at] in vocabulary and tokens[index][at:] in vocabulary
+        ]
     backend = _bpe(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     prefixed = optional(metadata, "tokenizer.ggml.add_space_prefix", bool, True)
     backend.normalizer = normalizers.Sequence(

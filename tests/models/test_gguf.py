@@ -739,6 +739,19 @@ def test_pieces_are_joined_by_score_and_texts_come_back(pieces, text):
     assert without.encode(text) == expected_ids(spaced)
 
 
+def test_gemma_4s_pieces_are_joined_in_the_order_of_its_merges(pieces, tokenizer):
+    merges = [
+        f"{piece[:at]} {piece[at:]}"
+        for piece in sorted(PIECES, key=lambda piece: -PIECES[piece])
+        for at in range(1, len(piece))
+        if {piece[:at], piece[at:]} <= PIECES.keys()
+    ]
+    own = {"model": "gemma4", "merges": merges, "scores": None, "add_space_prefix": False, "add_bos_token": False}
+    found = tokenizer(sentencepiece(**own))
+    for text in ("the bath tha", "aba  bab\né", "中the"):
+        assert found.encode(text) == pieces[1].encode(text) and found.decode(found.encode(text)) == text
+
+
 # Phi-3's vocabulary behind SentencePiece's, with a chat as its template writes it.
 PHI3 = ["<|endoftext|>", "<|assistant|>", "<|end|>", "<|user|>"]
 CHAT = "<|user|>\nthe<|end|>\n<|assistant|>\n"

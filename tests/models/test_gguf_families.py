@@ -41,7 +41,16 @@ NAMES = {
     "mamba.norm": "ssm_norm", "mamba.in_proj": "ssm_in", "mamba.out_proj": "ssm_out",
     "block_sparse_moe.router.layer": "ffn_gate_inp", "block_sparse_moe.output_linear": "ffn_down_exps",
     "block_sparse_moe.gate": "ffn_gate_exps", "block_sparse_moe.up": "ffn_up_exps",
-    "linear_attn.in_proj_b": "ssm_beta", "linear_attn.in_proj_qkv": "attn_qkv", "linear_attn.in_proj_z": "attn_gate",
+    "layer_scalar": "layer_output_scale.weight", "model.embed_tokens_per_layer": "per_layer_token_embd",
+    "model.per_layer_model_projection": "per_layer_model_proj", "per_layer_input_gate": "inp_gate",
+    "model.per_layer_projection_norm": "per_layer_proj_norm", "per_layer_projection": "proj",
+    "post_per_layer_input_norm": "post_norm", "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm", "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    "post_feedforward_layernorm_1": "post_ffw_norm_1", "post_feedforward_layernorm_2": "post_ffw_norm_2",
+    "router.proj": "ffn_gate_inp", "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale", "experts.gate_up_proj": "ffn_gate_up_exps.weight",
+    "experts.down_proj": "ffn_down_exps.weight", "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_qkv": "attn_qkv", "linear_attn.in_proj_z": "attn_gate",
 }  # fmt: skip
 
 
@@ -53,7 +62,7 @@ def read(name):
     )
     raw = raw.get("text_config", raw)
     tensors = {key.replace("model.language_model.", "model."): array for key, array in tensors.items()}
-    found = {key: array for key, array in tensors.items() if ".visual." not in key and ".experts." not in key}
+    found = {key: array for key, array in tensors.items() if not re.search(r"\.visual\.|experts\.\d", key)}
     for key in [key for key in tensors if ".experts.0." in key]:
         each = [key.replace(".experts.0.", f".experts.{x}.") for x in range(len(tensors))]
         found[key.replace(".experts.0.", ".experts.")] = np.stack([tensors[one] for one in each if one in tensors])
@@ -234,6 +243,34 @@ def granite(raw, tensors, architecture):
     return common(raw, architecture, **keys), named(found, own)
 
 
+def gemma4(name):
+    raw, tensors = read(name)
+    windowed = [kind == "sliding_attention" for kind in raw["layer_types"]]
+    whole, rope = raw["per_layer_config"][str(windowed.index(False))], raw["rope_parameters"]
+    dims, size, shared = (whole["head_dim"], raw["head_dim"]), raw["intermediate_size"], raw["num_kv_shared_layers"]
+    heads = raw["num_key_value_heads"], whole.get("num_key_value_heads")
+    keys = {
+        "attention.sliding_window": raw["sliding_window"], "attention.sliding_window_pattern": windowed,
+        "attention.key_length": dims[0], "attention.value_length": dims[0], "attention.key_length_swa": dims[1],
+        "attention.value_length_swa": dims[1], "rope.dimension_count": dims[0], "rope.dimension_count_swa": dims[1],
+        "attention.shared_kv_layers": shared, "final_logit_softcapping": raw["final_logit_softcapping"],
+        "embedding_length_per_layer_input": raw["hidden_size_per_layer_input"],
+        "rope.freq_base": rope["full_attention"]["rope_theta"],
+        "rope.freq_base_swa": rope["sliding_attention"]["rope_theta"],
+    }  # fmt: skip
+    if heads[1] is not None:
+        keys["attention.head_count_kv"] = [heads[0] if has else heads[1] for has in windowed]
+    if raw["use_double_wide_mlp"]:
+        keys["feed_forward_length"] = [size] * (len(windowed) - shared) + [2 * size] * shared
+    if raw["enable_moe_block"]:
+        keys |= experts(raw | {"num_experts_per_tok": raw["top_k_experts"]}, raw["num_experts"])
+    pairs = dims[0] // 2
+    rotated = int(pairs * rope["full_attention"]["partial_rotary_factor"])
+    stored = named(tensors, {"post_attention_layernorm": "post_attention_norm"})
+    stored["rope_freqs.weight"] = np.array([1.0] * rotated + [1e30] * (pairs - rotated), np.float32)
+    return common(raw, "gemma4", **keys), stored
+
+
 CASES = {
     "deepseek_v3": lambda: deepseek("deepseek_v3"),
     "deepseek_v2": lambda: deepseek("deepseek_v2"),
@@ -248,6 +285,9 @@ CASES = {
     "granite4_h": lambda: granite(*read("granite4_h"), "granitehybrid"),
     "granite4_h_moe": lambda: granite(*read("granite4_h_moe"), "granitehybrid"),
     "granite4": lambda: granite(*read("granite4"), "granite"),
+    "gemma4": lambda: gemma4("gemma4"),
+    "gemma4_e": lambda: gemma4("gemma4_e"),
+    "gemma4_moe": lambda: gemma4("gemma4_moe"),
 }
 
 
@@ -334,11 +374,25 @@ WRONG = {
         ({"granitehybrid.ssm.inner_size": 40}, "mamba_n_heads * mamba_d_head is 40"),
         ({"granitehybrid.attention.head_count": [4, 4, 2, 4]}, "differs from layer to layer"),
     ],
+    "gemma4": [
+        ({"gemma4.attention.sliding_window_pattern": None}, "layers with a sliding window are not named"),
+        ({"gemma4.attention.value_length_swa": 4}, "or their heads are not of one size"),
+        ({"gemma4.attention.key_length_swa": None}, "lacks the key gemma4.attention.key_length_swa"),
+        ({"gemma4.attention.sliding_window_pattern": [False, True] * 2}, "per_layer_config must give the layers"),
+        ({"rope_freqs.weight": None}, "lacks the tensor rope_freqs.weight"),
+        ({"blk.0.attn_v.weight": None}, "lacks the tensor blk.0.attn_v.weight"),
+    ],
+    "gemma4_e": [
+        (
+            {"blk.5.attn_k.weight": np.ones((16, 16)), "blk.6.attn_k.weight": np.ones(2)},
+            "the tensor blk.6.attn_k.weight",
+        ),
+    ],
     "deepseek_v2": [({"deepseek2.expert_weights_norm": True}, "norm_topk_prob is True; only False is supported")],
 }
 
 
 @pytest.mark.parametrize(("case", "changed", "said"), [(case, *wrong) for case in WRONG for wrong in WRONG[case]])
 def test_what_is_almost_right_is_refused(case, changed, said, made):
-    keys = {key: value for key, value in changed.items() if not key.startswith("blk")}
+    keys = {key: value for key, value in changed.items() if not key.startswith(("blk", "rope_freqs"))}
     refused(made(case, keys, put({key: value for key, value in changed.items() if key not in keys})), said)
