@@ -513,6 +513,20 @@ MULTIPLIERS = {
 }
 
 
+MAMBA_KEYS = {
+    "ssm.conv_kernel": "mamba_d_conv",
+    "ssm.group_count": "mamba_n_groups",
+    "ssm.inner_size": "inner",
+    "ssm.state_size": "mamba_d_state",
+    "ssm.time_step_rank": "mamba_n_heads",
+}
+HYBRID_KEYS = MULTIPLIERS | MAMBA_KEYS | EXPERTS
+HYBRID_KEYS |= {
+    "attention.head_count_kv": "kv_heads",  # 0 of layers without attention
+    "expert_shared_feed_forward_length": "shared_intermediate_size",
+}
+
+
 def _granite(raw: Raw) -> Config:
     raw = completed(raw, "granite", attention_multiplier=1.0)
     return config_of(raw, **_multipliers(raw))
@@ -532,7 +546,7 @@ register_family(
     "granite",
     _granite,
     architecture="GraniteForCausalLM",
-    gguf=Gguf("granite", MULTIPLIERS, _granite_in_gguf, neighbours=True),
+    gguf=Gguf("granite", HYBRID_KEYS, _granite_in_gguf, neighbours=True),  # a Granite 4 without Mamba has them, too
 )
 
 
@@ -566,20 +580,6 @@ def _granite_hybrid(raw: Raw) -> Config:
 
 def _shared_parts(config: Config) -> tuple[str, str]:
     return ("layers.shared_gate", "layers.shared_up") if config.num_experts else ("layers.gate", "layers.up")
-
-
-MAMBA_KEYS = {
-    "ssm.conv_kernel": "mamba_d_conv",
-    "ssm.group_count": "mamba_n_groups",
-    "ssm.inner_size": "inner",
-    "ssm.state_size": "mamba_d_state",
-    "ssm.time_step_rank": "mamba_n_heads",
-}
-HYBRID_KEYS = MULTIPLIERS | MAMBA_KEYS | EXPERTS
-HYBRID_KEYS |= {
-    "attention.head_count_kv": "kv_heads",  # 0 of layers without attention
-    "expert_shared_feed_forward_length": "shared_intermediate_size",
-}
 
 
 def _granite_hybrid_in_gguf(architecture: str) -> Callable[[Raw, Mapping[str, Any]], Raw]:

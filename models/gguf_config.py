@@ -144,7 +144,11 @@ def _read(raw: dict[str, Any], stored: Gguf, tensors: Mapping[str, Tensor]) -> C
             "supported."
         )
     raw["rope_parameters"] = _rope(raw, tensors)
-    return from_hugging_face({**raw, **stored.fields(raw, tensors)})
+    try:
+        own = stored.fields(raw, tensors)
+    except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        raise ValueError(f"its keys cannot be read ({type(error).__name__}: {error}); convert it again.") from None
+    return from_hugging_face({**raw, **own})
 
 
 def _fields(metadata: Mapping[str, Any], prefix: str, own: Mapping[str, str]) -> dict[str, Any]:

@@ -149,7 +149,8 @@ def _joined_latents(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         key, value = found.pop(name), found.pop(values, None)
         if together in tensors:  # some files have both
             continue
-        if value is None or len(key.shape) != 3 or (key.shape[0], key.shape[1]) != (value.shape[0], value.shape[-1]):
+        sizes = [tensor.shape for tensor in (key, value) if tensor is not None and len(tensor.shape) == 3]
+        if value is None or len(sizes) < 2 or sizes[0][:2] != sizes[1][::2]:
             raise ValueError(f"{name} and {values} are not a key and a value of each head; convert the model again.")
         rows, size = key.shape[2] + value.shape[1], key.shape[1]
         read = functools.partial(_latents, key, value)
@@ -195,10 +196,8 @@ def _reshaped(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
 def _by_key_head(tensors: Mapping[str, Tensor], names: Mapping[str, str], net: Recurrence) -> dict[str, Tensor]:
     """Return the tensors of delta nets with all value heads of a key head together, from those that take turns."""
     heads = np.arange(net.value_heads).reshape(-1, net.key_heads).T.reshape(-1)  # the place of each in the file
-    rows, before = (
-        (heads[:, None] * net.value_dim + np.arange(net.value_dim)).reshape(-1),
-        2 * net.key_heads * net.key_dim,
-    )
+    rows = (heads[:, None] * net.value_dim + np.arange(net.value_dim)).reshape(-1)
+    before = 2 * net.key_heads * net.key_dim  # of queries and keys
     orders = dict(delta_value=rows, delta_gate=rows, delta_rate=heads, delta_decay=heads)
     orders |= dict(recurrent_log_decay=heads, recurrent_decay_bias=heads)
     orders["recurrent_kernel"] = np.concatenate([np.arange(before), before + rows])

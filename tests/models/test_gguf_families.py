@@ -206,18 +206,13 @@ def granite(raw, tensors, architecture):
         "attention.scale": raw["attention_multiplier"], "embedding_scale": raw["embedding_multiplier"],
         "residual_scale": raw["residual_multiplier"], "logit_scale": raw["logits_scaling"],
         "attention.head_count_kv": [0 if without else heads for without in recurrent],
-        "rope.scaling.finetuned": not any(recurrent),
+        "rope.scaling.finetuned": not any(recurrent), "ssm.conv_kernel": raw["mamba_d_conv"],
+        "ssm.state_size": raw["mamba_d_state"], "ssm.group_count": groups, "ssm.time_step_rank": raw["mamba_n_heads"],
+        "ssm.inner_size": raw["mamba_n_heads"] * raw["mamba_d_head"], "expert_count": raw["num_local_experts"],
+        "expert_used_count": raw["num_experts_per_tok"],
+        "expert_shared_feed_forward_length": raw["shared_intermediate_size"],
     }  # fmt: skip
-    if any(recurrent):
-        keys |= {
-            "ssm.conv_kernel": raw["mamba_d_conv"], "ssm.state_size": raw["mamba_d_state"], "ssm.group_count": groups,
-            "ssm.inner_size": raw["mamba_n_heads"] * raw["mamba_d_head"], "ssm.time_step_rank": raw["mamba_n_heads"],
-        }  # fmt: skip
-    if architecture != "granite":
-        keys["expert_shared_feed_forward_length"] = raw["shared_intermediate_size"]
-    if raw["num_local_experts"]:
-        keys |= {"expert_count": raw["num_local_experts"], "expert_used_count": raw["num_experts_per_tok"]}
-    else:
+    if not raw["num_local_experts"]:
         keys["feed_forward_length"] = raw["shared_intermediate_size"]
     found = {}
     for key, array in tensors.items():
@@ -377,6 +372,7 @@ WRONG = {
     "gemma4": [
         ({"gemma4.attention.sliding_window_pattern": None}, "layers with a sliding window are not named"),
         ({"gemma4.attention.value_length_swa": 4}, "or their heads are not of one size"),
+        ({"gemma4.attention.head_count_kv": None}, "its keys cannot be read (KeyError: 'kv_heads'); convert it again."),
         ({"gemma4.attention.key_length_swa": None}, "lacks the key gemma4.attention.key_length_swa"),
         ({"gemma4.attention.sliding_window_pattern": [False, True] * 2}, "per_layer_config must give the layers"),
         ({"rope_freqs.weight": None}, "lacks the tensor rope_freqs.weight"),
