@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_type_hints
 
 from kvjax._src.checks import check_count, check_types, shown
-from models.config import NO_ROPE, Config, GlobalHeads, Latent, Recurrence, Rope, Routing
+from models.config import NO_ROPE, AltUp, Config, GlobalHeads, Latent, Recurrence, Rope, Routing
 from models.config_json import completed, config_of
 from models.families import Fused, Gguf, HeadByHead, register_family
 from models.rope_fields import Raw, RopeFields, positive, read_rope
@@ -732,6 +732,62 @@ register_family(
 )
 
 
+GEMMA3N: dict[str, Any] = dict(
+    vocab_size=262_400, hidden_size=2048, intermediate_size=16_384, num_hidden_layers=35, num_attention_heads=8,
+    num_key_value_heads=2, head_dim=256, max_position_embeddings=32_768, sliding_window=512, tie_word_embeddings=True,
+    final_logit_softcapping=30.0, rope_theta=1_000_000.0, rope_local_base_freq=10_000.0, num_kv_shared_layers=15,
+    hidden_size_per_layer_input=256, vocab_size_per_layer_input=262_144, altup_num_inputs=4, altup_active_idx=0,
+    altup_correct_scale=True, laurel_rank=64,
+)  # fmt: skip
+
+
+def _gemma3n(raw: Raw) -> Config:
+    source, layers = {**raw, "model_type": "gemma3n_text"}, raw.get("num_hidden_layers") or 35
+    if isinstance(sizes := raw.get("intermediate_size"), list):
+        if not sizes or sizes != sizes[:1] * layers:
+            raise ValueError(f"intermediate_size is {shown(sizes)}; expected one size for all of {layers} layers.")
+        raw = {**raw, "intermediate_size": sizes[0]}
+    raw = completed(raw, "gemma3n_text", **GEMMA3N)
+    shares, windows = raw.get("activation_sparsity_pattern"), _pattern_windows(raw, 5)
+    if shares is None:
+        shares = [0.95 if layer < 10 < layers else 0.0 for layer in range(layers)]
+    return config_of(
+        raw,
+        sliding_windows=windows,
+        **_ropes_by_kind(raw, windows, positive("rope_local_base_freq", raw["rope_local_base_freq"])),
+        activation_sparsity=tuple(map(float, shares)),
+        altup=AltUp(raw["altup_num_inputs"], raw["altup_active_idx"], raw["laurel_rank"], raw["altup_correct_scale"]),
+        source=source,
+        **_with_layer_inputs(raw),
+    )
+
+
+def _with_layer_inputs(raw: Raw) -> dict[str, Any]:
+    """Return what Gemma 3n and Gemma 4 have alike: layers with inputs of their own, or that share keys and values."""
+    if raw.get("attention_bias"):
+        raise ValueError(f"attention_bias is set, which is not supported for {raw['model_type']}.")
+    shared, layers, cap = raw["num_kv_shared_layers"], raw["num_hidden_layers"], raw["final_logit_softcapping"]
+    if not 0 <= shared < layers:
+        raise ValueError(f"num_kv_shared_layers is {shared} of {layers} layers; expected at least one without.")
+    size, vocabulary = raw["hidden_size_per_layer_input"] or 0, raw.get("vocab_size_per_layer_input")
+    return dict(
+        query_key_norm=True,
+        value_norm=True,
+        shared_layers=shared,
+        layer_input_size=size,
+        layer_input_vocab=vocabulary if size and vocabulary and vocabulary != raw["vocab_size"] else 0,
+        attention_multiplier=1.0,
+        embedding_multiplier=raw["hidden_size"] ** 0.5,
+        logits_soft_cap=None if cap is None else positive("final_logit_softcapping", cap),
+        **GEMMA | {"norm_offset": False},
+    )
+
+
+register_family(
+    "gemma3n_text", _gemma3n, GEMMA_TENSORS, architecture="Gemma3nForCausalLM", inside={"gemma3n": "gemma3n_text"}
+)
+
+
 GEMMA4: dict[str, Any] = dict(
     hidden_size=2304, intermediate_size=9216, num_hidden_layers=30, num_attention_heads=8, num_key_value_heads=4,
     head_dim=256, vocab_size=262_144, max_position_embeddings=131_072, sliding_window=512, tie_word_embeddings=True,
@@ -748,37 +804,22 @@ def _gemma4(raw: Raw, model_type: str, **defaults: Any) -> Config:
     seen = raw.get("use_bidirectional_attention")  # of an image's tokens, which no text has
     source, own = {**raw, "model_type": model_type}, None if seen == "vision" else seen
     raw = completed({**raw, "use_bidirectional_attention": own}, model_type, **GEMMA4 | defaults)
-    if raw.get("attention_bias"):
-        raise ValueError(f"attention_bias is set, which is not supported for {model_type}.")
-    size, vocabulary = raw["hidden_size_per_layer_input"] or 0, raw.get("vocab_size_per_layer_input", raw["vocab_size"])
-    if size and vocabulary != raw["vocab_size"]:
-        raise ValueError(f"vocab_size_per_layer_input is {shown(vocabulary)}; only vocab_size is supported.")
-    shared, layers = raw["num_kv_shared_layers"], raw["num_hidden_layers"]
-    if not 0 <= shared < layers:
-        raise ValueError(f"num_kv_shared_layers is {shared} of {layers} layers; expected at least one without.")
     windows = _pattern_windows(raw, 6)
     windows = (*windows[:-1], None)  # as in transformers
     own = _global_heads(raw, windows)
     local, whole = _gemma4_ropes(raw)
-    cap = raw["final_logit_softcapping"]
+    alike = _with_layer_inputs(raw)
     return config_of(
         raw,
         sliding_windows=windows,
         rope=local,
         ropes=tuple(whole if window is None else None for window in windows),
         global_heads=None if own == GlobalHeads(raw["num_key_value_heads"], raw["head_dim"]) else own,
-        query_key_norm=True,
-        value_norm=True,
         layer_scale=True,
-        shared_layers=shared,
-        sharing_size=2 * raw["intermediate_size"] if shared and raw.get("use_double_wide_mlp") else 0,
-        layer_input_size=size,
+        sharing_size=2 * raw["intermediate_size"] if alike["shared_layers"] and raw.get("use_double_wide_mlp") else 0,
         **(_beside_experts(raw) if raw.get("enable_moe_block") else {}),
-        attention_multiplier=1.0,
-        embedding_multiplier=raw["hidden_size"] ** 0.5,
-        logits_soft_cap=None if cap is None else positive("final_logit_softcapping", cap),
         source=source,
-        **GEMMA | {"norm_offset": False},
+        **alike,
     )
 
 

@@ -182,6 +182,28 @@ class GlobalHeads:
 
 
 @dataclasses.dataclass(frozen=True)
+class AltUp:
+    """The streams of hidden states between layers, and what is beside attention (Gemma 3n, :mod:`models.altup`).
+
+    Args:
+        streams, active: how many there are, and the number of the one that layers read.
+        rank: the width of the matrices beside attention (LAuReL).
+        scaled: whether each element of the active stream has a factor where the layer's own input comes in.
+    """
+
+    streams: int
+    active: int
+    rank: int
+    scaled: bool = True
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not (0 <= self.active < self.streams <= MOST and 1 <= self.rank <= MOST):
+            given = f"stream {self.active} of {self.streams} is active, and the rank is {self.rank}"
+            raise ValueError(f"{given}; expected a number below that of the streams, and a rank from 1.")
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
     """The shape of a Llama-like decoder. Axes: L layers, N query heads, K KV heads, D head dim, E model dim.
 
@@ -237,7 +259,10 @@ class Config:
         expert_norms: whether the experts, beside a shared network, have norms of their own before and behind, that
             network one behind, the router's input a norm, and each expert's weight a factor (Gemma 4).
         layer_input_size: the length of the vector that each layer gets of a token beside its input; 0 for none
-            (Gemma 4 E2B, E4B).
+            (Gemma 4 E2B, E4B, Gemma 3n).
+        layer_input_vocab: how many tokens have such a vector; the others have that of token 0. 0 for all (Gemma 3n).
+        activation_sparsity: one entry per layer: the share of feed-forward units that are to be 0. () means none are.
+        altup: see :class:`AltUp`; None for one stream, and nothing beside attention.
         source: the config.json that it was read from, which :func:`models.save` writes again; None without one. Configs
             that differ in nothing else are equal.
 
@@ -301,6 +326,9 @@ class Config:
     sharing_size: int = _feature(0)
     layer_input_size: int = _feature(0)
     expert_norms: bool = _feature(False)
+    layer_input_vocab: int = _feature(0)
+    activation_sparsity: tuple[float, ...] = _feature(())
+    altup: AltUp | None = dataclasses.field(default=None, metadata=FEATURE)
     source: dict | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -328,7 +356,9 @@ class Config:
             object.__setattr__(self, "ropes", ())
         if all(size is None for size in self.dense_sizes):
             object.__setattr__(self, "dense_sizes", ())
-        for name in ("sliding_windows", "ropes", "dense_sizes"):
+        if not any(self.activation_sparsity):
+            object.__setattr__(self, "activation_sparsity", ())
+        for name in ("sliding_windows", "ropes", "dense_sizes", "activation_sparsity"):
             if (given := len(getattr(self, name))) not in (0, self.num_layers):
                 raise ValueError(f"{given} {name} were given for {self.num_layers} layers; give one each, or None.")
         if self.dense_sizes:
@@ -340,8 +370,13 @@ class Config:
         if self.recurrent_layers and not 0 < len(self.cached_layers) < self.num_layers:
             wrong = f"the layers without attention are layers {list(self.recurrent_layers)} of {self.num_layers};"
             raise ValueError(f"{wrong} expected numbers of layers, and attention in at least one other.")
-        for name in ("shared_layers", "sharing_size", "layer_input_size"):
+        for name in ("shared_layers", "sharing_size", "layer_input_size", "layer_input_vocab"):
             check_count(name, getattr(self, name), 0, "give an integer from 0")
+        if any(not 0 <= share < 1 for share in self.activation_sparsity):
+            raise ValueError(f"activation_sparsity is {self.activation_sparsity}; give shares from 0, below 1.")
+        if self.altup and (self.norms != "both" or self.recurrence or self.num_experts or not self.layer_input_size):
+            wrong = "altup was given; expected norms='both' and a layer_input_size with it"
+            raise ValueError(f"{wrong}, and neither experts nor a recurrence.")
         if self._differs:
             self._check_kinds()
 
@@ -392,7 +427,8 @@ class Config:
 
     @property
     def _differs(self) -> bool:
-        return self.global_heads is not None or (self.shared_layers > 0 and not self.shares)
+        sharing = self.shared_layers > 0 and not self.shares
+        return self.global_heads is not None or sharing or len(set(self.activation_sparsity)) > 1
 
     @property
     def shares(self) -> bool:
@@ -415,8 +451,9 @@ class Config:
             heads |= dict(num_kv_heads=own.kv_heads, head_dim=own.head_dim, keys_as_values=own.keys_as_values)
         size = self.sharing_size or self.intermediate_size
         sharing = dict[str, Any](shared_layers=self.num_layers, intermediate_size=size)
-        for window, source in zip(self.sliding_windows, self.sources, strict=True):
-            others = {} if source is None else sharing
+        shares = self.activation_sparsity or (0.0,) * self.num_layers
+        for window, source, share in zip(self.sliding_windows, self.sources, shares, strict=True):
+            others = ({} if source is None else sharing) | {"activation_sparsity": (share,) * self.num_layers}
             found.append(dataclasses.replace(alike, **({} if window else heads), **others))
         return tuple(found)
 

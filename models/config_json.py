@@ -72,6 +72,11 @@ class _Fields(TypedDict, total=False):
     use_double_wide_mlp: bool | None
     hidden_size_per_layer_input: int | None
     vocab_size_per_layer_input: int | None
+    activation_sparsity_pattern: list[float] | None
+    altup_num_inputs: int | None
+    altup_active_idx: int | None
+    altup_correct_scale: bool | None
+    laurel_rank: int | None
     enable_moe_block: bool | None
     top_k_experts: int | None
     linear_num_key_heads: int | None

@@ -26,7 +26,7 @@ from kernels_pallas.add_rms_norm.reference import rms_norm, whole
 from kernels_pallas.dispatch import platform
 from kvjax import rotate
 from kvjax._src.border import implementation_for, mesh_of
-from models import delta_net, recurrent, state_space
+from models import altup, delta_net, recurrent, state_space
 from models.config import Config, Rope
 from models.dense import attention
 from models.latent import absorbed_output, project, values_of
@@ -50,6 +50,7 @@ Attend = Callable[
 ]
 
 INPUTS = ("input_embedding", "input_projection", "input_norm")  # what each layer's own input is made of
+OUTER = (*INPUTS, "stream_in", "stream_out")  # in no layer, in some models
 FEW = 128  # tokens of a product whose sums are left to the next kernel, at most
 LEAST, MOST = 256, 2048  # rows of weights in a product's part
 COLUMNS = 12_288  # of all parts together, at least
@@ -120,7 +121,7 @@ class Decoder(nnx.Module):
         self.embedding = nnx.Param(arrays["embedding"])
         self.norm = nnx.Param(arrays["norm"])
         self.head = None if config.tie_embeddings else nnx.Param(arrays["head"])
-        for name in (name for name in INPUTS if name in arrays):
+        for name in (name for name in OUTER if name in arrays):
             setattr(self, name, nnx.Param(arrays[name]))
         of_layers: list[dict[str, Array]] = [{} for _ in range(config.num_layers)]
         for path, array in arrays.items():
@@ -187,9 +188,9 @@ class Decoder(nnx.Module):
         Returns:
             The hidden states before the last norm, the carry, and the outputs of layers with attention, stacked.
         """
-        config, outputs = self.config, []
+        config, ends, outputs = self.config, self.ends(), []
         x, waves = entered(config, self.embedding[...], tokens, position, lengths)
-        inputs, made = layer_inputs(config, self.ends(), tokens, x), dict[int, Any]()
+        (x, inputs), made = layer_inputs(config, ends, tokens, x), dict[int, Any]()
 
         def attend_here(number: int, carry: Any, query: Array, key: Any, value: Any) -> Any:
             source = config.sources[number]
@@ -214,7 +215,7 @@ class Decoder(nnx.Module):
             if number == 0 and after_first is not None:
                 carry = after_first(summed(x), carry)
         stacked: Any = jax.tree.map(lambda *each: jnp.stack(each), *outputs) if outputs else None
-        return summed(x), carry, stacked
+        return merged(config, ends, x), carry, stacked
 
     def logits(self, hidden: Float[Array, "*rest E"]) -> Float[Array, "*rest V"]:
         """Apply the last norm and the projection to the vocabulary, in float32."""
@@ -227,7 +228,7 @@ class Decoder(nnx.Module):
     def ends(self) -> dict[str, Array]:
         """Return the arrays by name that are in no layer: those that :func:`logits_from` reads."""
         outer = {"embedding": self.embedding, "norm": self.norm} | ({} if self.head is None else {"head": self.head})
-        outer |= {name: getattr(self, name) for name in INPUTS if hasattr(self, name)}
+        outer |= {name: getattr(self, name) for name in OUTER if hasattr(self, name)}
         return {name: parameter[...] for name, parameter in outer.items()}
 
 
@@ -266,22 +267,33 @@ def embed(config: Config, embedding: Float[Array, "V E"], tokens: Int[Array, "B 
 
 def layer_inputs(
     config: Config, ends: dict[str, Array], tokens: Any, x: Float[Array, "B T E"]
-) -> tuple[Float[Array, "B T P"] | None, ...]:
-    """Return what each layer gets of the tokens beside its input, whose first is ``x``; None in most models."""
+) -> tuple[Float[Array, "B T *streams E"], tuple[Float[Array, "B T P"] | None, ...]]:
+    """Return layer 0's input from the embeddings, and what each layer gets of the tokens beside; None in most models.
+
+    With AltUp the input is several streams.
+    """
     if not config.layer_input_size:
-        return (None,) * config.num_layers
-    return _layer_inputs(config, {name: ends[name] for name in INPUTS}, jnp.asarray(tokens), x)
+        return x, (None,) * config.num_layers
+    return _layer_inputs(config, {name: ends[name] for name in OUTER if name in ends}, jnp.asarray(tokens), x)
 
 
 @partial(jax.jit, static_argnums=0)
 def _layer_inputs(
     config: Config, own: dict[str, Array], tokens: Int[Array, "B T"], x: Float[Array, "B T E"]
-) -> tuple[Float[Array, "B T P"], ...]:
+) -> tuple[Float[Array, "B T *streams E"], tuple[Float[Array, "B T P"], ...]]:
+    if config.layer_input_vocab:
+        tokens = jnp.where(tokens < config.layer_input_vocab, tokens, 0)
     P, of_layers = config.layer_input_size, (*x.shape[:2], config.num_layers, config.layer_input_size)
     looked_up = own["input_embedding"][tokens].reshape(of_layers) * P**0.5
     made = ((x @ own["input_projection"]) * config.hidden_size**-0.5).reshape(of_layers)
     both = (_norm(config, made, own["input_norm"]) + looked_up) * 2**-0.5
-    return tuple(both[:, :, layer] for layer in range(config.num_layers))
+    x = x if config.altup is None else altup.parted(x, own["stream_in"])
+    return x, tuple(both[:, :, layer] for layer in range(config.num_layers))
+
+
+def merged(config: Config, ends: dict[str, Array], x: Hidden) -> Float[Array, "B T E"]:
+    """Return the last layer's output before the last norm, to which nothing is yet to be added; see :mod:`altup`."""
+    return summed(x) if config.altup is None else altup.merged(summed(x), ends["stream_out"])
 
 
 def rotation(config: Config, position: Int[Array, "B T"], lengths: Int[Array, "B"]) -> tuple[tuple[Array, ...], ...]:
@@ -397,7 +409,7 @@ def _before_attention(
     config: Config, weights: dict[str, Array], x: Hidden, waves: tuple[Array, ...]
 ) -> tuple[Array, Float[Array, "B T N D"] | None, Array, Array | None, Array | None]:
     """Return the layer's input, and compute the output's gate, if any, rotated queries and keys, and values."""
-    x, y = _summed_and_normed(config, x, None if config.norms == "after" else weights["attention_norm"])
+    x, y = _entering(config, weights, x)
     cos, sin, *factor = waves
     others = config.query_key_norm or config.wide_query_key_norm or config.attention_multiplier or config.latent
     others = others or config.value_norm or config.keys_as_values or config.shares
@@ -433,7 +445,9 @@ def _behind_attention(
     """Add what a layer makes of its attention's output to its input: gate and W_O, feed-forward, the layer's input."""
     if config.latent is not None:
         out = values_of(config, weights, out)
-    few = _by_kernels(x)
+    streams, few = x, config.altup is None and _by_kernels(x)
+    if config.altup is not None:
+        x = streams[:, :, config.altup.active]
     bare = (
         few and config.norms == "before" and config.residual_multiplier == 1 and not config.layer_scale
     )  # only the product is added
@@ -455,13 +469,20 @@ def _behind_attention(
         if shift is not None:
             out = out + shift
         between = added(x, out, "attention_post_norm")
+    if config.altup is not None:
+        beside = altup.low_rank(weights, _norm(config, x, weights["attention_norm"]), config.norm_epsilon)
+        between = (summed(between) + beside) * 2**-0.5
     x, y = _summed_and_normed(config, between, None if config.norms == "after" else weights["feed_norm"])
     if bare and "router" not in weights:
         return Unsummed(x, _in_parts(_gate_up(config, weights["gate_up"], y), weights["down"]))
     made = added(x, feed_forward(config, weights, y, x), "feed_post_norm")
+    if config.altup is not None:
+        streams, made = altup.corrected(config.altup, weights, streams, summed(made), config.norm_epsilon)
     if layer_input is not None:
         x = summed(made)
         out = _GATES[config.activation](x @ weights["input_gate"], layer_input) @ weights["input_up"]
+        if config.altup is not None:  # all streams but the first
+            return streams.at[:, :, 1:].add(_norm(config, out, weights["input_post_norm"])[:, :, None])
         made = added(x, out, "input_post_norm")
     return _scaled(weights, made)
 
@@ -475,7 +496,17 @@ def _scaled(weights: dict[str, Array], x: Hidden) -> Hidden:
 
 def attention_input(config: Config, weights: dict[str, Array], x: Hidden) -> Float[Array, "B T E"]:
     """Return what a layer's queries, keys and values are made of, from the layer's input and its arrays."""
-    return _summed_and_normed(config, x, None if config.norms == "after" else weights["attention_norm"])[1]
+    return _entering(config, weights, x)[1]
+
+
+def _entering(
+    config: Config, weights: dict[str, Array], x: Hidden
+) -> tuple[Float[Array, "B T *streams E"], Float[Array, "B T E"]]:
+    """Return a layer's hidden states, and the input of its attention; of several streams, their prediction."""
+    if config.altup is not None:
+        x = altup.predicted(config.altup, weights, summed(x), config.norm_epsilon)
+        return x, _norm(config, x[:, :, config.altup.active], weights["attention_norm"])
+    return _summed_and_normed(config, x, None if config.norms == "after" else weights["attention_norm"])
 
 
 def summed(x: Hidden) -> Float[Array, "B T E"]:
@@ -570,7 +601,10 @@ def _gate_up(config: Config, weight: Float[Array, "E 2 F"], x: Float[Array, "B T
 
 
 def _gated(config: Config, gate_up: Float[Array, "*rest 2 F"]) -> Float[Array, "*rest F"]:
-    return _GATES[config.activation](gate_up[..., 0, :], gate_up[..., 1, :])
+    gate, up = gate_up[..., 0, :], gate_up[..., 1, :]
+    if config.activation_sparsity:  # the same in all layers that are alike
+        gate = altup.sparse(config.activation_sparsity[0], gate)
+    return _GATES[config.activation](gate, up)
 
 
 def _experts(

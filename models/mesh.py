@@ -108,7 +108,8 @@ def place(
     # Wait, so that a copied buffer is freed before the next parameter allocates one.
     if mesh is None:  # uncommitted, like arrays that callers make; else a step on its own output would compile again
         return jax.device_put(read(None)).block_until_ready()
-    uneven = "V" in axes_of(path) and checkpoint.config.vocab_size % mesh.shape["tensor"]
+    ways = mesh.shape["tensor"]
+    uneven = any(axis in ("V", "Vi") and size % ways for axis, size in zip(axes_of(path), shape, strict=True))
     sharding = NamedSharding(mesh, PartitionSpec() if uneven else partition(path, mesh))
     # Kept by index, as several devices of a process may hold the same part.
     placed = jax.make_array_from_callback(shape, sharding, functools.cache(read)).block_until_ready()

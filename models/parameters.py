@@ -28,7 +28,7 @@ from models.config import Config
 from models.families import family_of_architecture
 
 # The axes that a mesh splits: heads, experts, feed-forward, vocabulary.
-SPLIT = ("N", "ND", "K", "X", "F", "Fd", "Fs", "V")
+SPLIT = ("N", "ND", "K", "X", "F", "Fd", "Fs", "V", "Vi")
 # The axes of all layers, of those with experts and those without, and of those with attention and without.
 LAYERS = ("L", "Lx", "Ld", "La", "Lr")
 
@@ -43,6 +43,9 @@ class Parameter(NamedTuple):
 
     Of latent attention, C is the latent, R the rotated key beside it, Q the compressed query; H are a query head's
     numbers, plain and rotated, and U those that a head's plain key and its value have together.
+
+    Vi are the tokens with inputs of layers. Of AltUp, A and Ai are the streams, A-1 those beside the first, AA their
+    pairs, Eo is the model dim behind a matrix, and Y the low rank.
     """
 
     axes: str
@@ -125,7 +128,7 @@ def _has_expert_biases(config: Config) -> bool:
 _has_biases, _has_norms = operator.attrgetter("attention_bias"), operator.attrgetter("query_key_norm")
 _has_wide_norms, _has_output_bias = operator.attrgetter("wide_query_key_norm"), operator.attrgetter("output_bias")
 _has_sinks, _is_hybrid = operator.attrgetter("attention_sinks"), operator.attrgetter("recurrence")
-_has_gate = operator.attrgetter("attention_gate")
+_has_gate, _has_streams = operator.attrgetter("attention_gate"), operator.attrgetter("altup")
 
 
 def _has_gate_bias(config: Config) -> bool:
@@ -146,7 +149,7 @@ def _weighs_shared(config: Config) -> bool:
 
 _LAYER = "model.layers.{}."
 _EXPERT, _SHARED = _LAYER + "mlp.experts.{}.", _LAYER + "mlp.shared_experts."
-_DELTA, _SPACE = _LAYER + "linear_attn.", _LAYER + "mamba."
+_DELTA, _SPACE, _ALTUP = _LAYER + "linear_attn.", _LAYER + "mamba.", _LAYER + "altup."
 PARAMETERS: dict[str, Parameter] = {
     "embedding": Parameter("V E", "model.embed_tokens.weight", "V E"),
     "norm": Parameter("E", "model.norm.weight", "E"),
@@ -224,13 +227,23 @@ PARAMETERS: dict[str, Parameter] = {
     "layers.routed_norm": Parameter("Lx E", _LAYER + "pre_feedforward_layernorm_2.weight", "E", _has_routed),
     "layers.routed_post_norm": Parameter("Lx E", _LAYER + "post_feedforward_layernorm_2.weight", "E", _has_routed),
     "layers.shared_post_norm": Parameter("Lx E", _LAYER + "post_feedforward_layernorm_1.weight", "E", _has_routed),
-    "input_embedding": Parameter("V LP", "model.embed_tokens_per_layer.weight", "V LP", _has_inputs),
+    "input_embedding": Parameter("Vi LP", "model.embed_tokens_per_layer.weight", "Vi LP", _has_inputs),
     "input_projection": Parameter("E LP", "model.per_layer_model_projection.weight", "LP E", _has_inputs),
     "input_norm": Parameter("P", "model.per_layer_projection_norm.weight", "P", _has_inputs),
     "layers.input_gate": Parameter("L E P", _LAYER + "per_layer_input_gate.weight", "P E", _has_inputs),
     "layers.input_up": Parameter("L P E", _LAYER + "per_layer_projection.weight", "E P", _has_inputs),
     "layers.input_post_norm": Parameter("L E", _LAYER + "post_per_layer_input_norm.weight", "E", _has_inputs),
     "layers.layer_scale": Parameter("L 1", _LAYER + "layer_scalar", "1", operator.attrgetter("layer_scale")),
+    "stream_in": Parameter("A-1 E Eo", "model.altup_projections.{}.weight", "Eo E", _has_streams),
+    "stream_out": Parameter("A-1 E Eo", "model.altup_unembed_projections.{}.weight", "Eo E", _has_streams),
+    "layers.stream_norm": Parameter("L E", _ALTUP + "router_norm.weight", "E", _has_streams),
+    "layers.stream_router": Parameter("L E A", _ALTUP + "modality_router.weight", "A E", _has_streams),
+    "layers.stream_predict": Parameter("L A AA", _ALTUP + "prediction_coefs.weight", "AA A", _has_streams),
+    "layers.stream_correct": Parameter("L Ai A", _ALTUP + "correction_coefs.weight", "A Ai", _has_streams),
+    "layers.stream_scale": Parameter("L E", _ALTUP + "correct_output_scale", "E", _has_streams),
+    "layers.narrow_down": Parameter("L E Y", _LAYER + "laurel.linear_left.weight", "Y E", _has_streams),
+    "layers.narrow_up": Parameter("L Y E", _LAYER + "laurel.linear_right.weight", "E Y", _has_streams),
+    "layers.narrow_norm": Parameter("L E", _LAYER + "laurel.post_laurel_norm.weight", "E", _has_streams),
 }  # fmt: skip
 ROTATED = ("layers.query", "layers.key")
 # Those whose elements are those of heads, in the order in which they are rotated.
@@ -414,6 +427,10 @@ def _sizes(config: Config) -> dict[str, int]:
     sizes |= {"1": 1, "2": 2, "G+2": config.num_heads // config.num_kv_heads + own_rows}
     sizes |= {"ND": config.num_heads * config.value_dim}
     sizes |= {"P": config.layer_input_size, "LP": config.num_layers * config.layer_input_size}
+    sizes |= {"Vi": config.layer_input_vocab or config.vocab_size, "Eo": config.hidden_size}
+    if config.altup is not None:
+        A = config.altup.streams
+        sizes |= {"A": A, "Ai": A, "A-1": A - 1, "AA": A * A, "Y": config.altup.rank}
     if (own := config.latent) is not None:
         sizes |= {"C": own.size, "C+R": own.head_dim, "Q": own.query, "H": own.plain + own.rotated}
         sizes["U"] = own.plain + own.value

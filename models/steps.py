@@ -37,6 +37,7 @@ from models.decoder import (
     embed,
     frequencies,
     layer_inputs,
+    merged,
     rope_of_layer,
     rotation,
     run_layer,
@@ -150,7 +151,8 @@ def forward(
             block = _with_gradient(model, plan, state.cache, block, tokens, part, lengths)
     caches: list[Any] = []
     cache, evidence, sources = state.cache, None, []
-    inputs, entered_at = layer_inputs(config, model.ends(), tokens, x), dict[int, Array]()
+    ends = model.ends()
+    (x, inputs), entered_at = layer_inputs(config, ends, tokens, x), dict[int, Array]()
     if evicts_together(plan, phase):
         evidence = _no_evidence(plan, block, cache)
     carry = LayerCarry(cache, evidence, state.memory, ())
@@ -187,7 +189,8 @@ def forward(
         cache = _evict(cache, carry.evidence, block.budgets)
     if before:  # what is repeated leaves again, so the states stay those of the text
         cache = dataclasses.replace(cache, recurrent=tuple(states) if part is None else before)
-    return summed(x), DecodeState(cache, carry.memory, tuple(sources) if plan.selection is not None else (), said)
+    x = merged(config, ends, x)
+    return x, DecodeState(cache, carry.memory, tuple(sources) if plan.selection is not None else (), said)
 
 
 def _at_slots(phase: Phase, slots: int, most: int) -> Phase:

@@ -25,7 +25,7 @@ olmo2 olmo2_bias smollm3 smollm3_sliding granite phi3 phi4_mini qwen3_moe qwen3_
 qwen3_moe_mixed gemma gemma3_vision olmo3 ministral ministral3 mistral3_vision qwen3_vl exaone4 seed_oss
 gpt_oss deepseek_v2 deepseek_v2_lite deepseek_v3 deepseek_v3_bias glm4_moe_lite
 qwen3_next qwen3_next_bias qwen3_5 qwen3_5_text qwen3_5_moe deepseek_v32 glm_moe_dsa
-granite4 granite4_h granite4_h_moe gemma4 gemma4_e gemma4_moe
+granite4 granite4_h granite4_h_moe gemma4 gemma4_e gemma4_moe gemma3n
 """.split()
 # Those whose folders also have logits under recency: queries see what a budget of RECENT tokens leaves them, when the
 # first PROMPT tokens come in blocks and the others one by one.
@@ -150,8 +150,10 @@ def main(chosen: list[str]) -> None:
                 if key.endswith("norm.weight"):
                     around_0 = hasattr(config.get_text_config(), "linear_conv_kernel_dim")  # Qwen's hybrids
                     parameter.uniform_(*(-0.5, 0.5) if around_0 and "linear_attn" not in key else (0.5, 1.5))
-                elif key.endswith(("router.scale", "per_expert_scale", "layernorm_1.weight", "layernorm_2.weight")):
+                elif key.endswith(("router.scale", "_scale", "layernorm_1.weight", "layernorm_2.weight")):
                     parameter.uniform_(0.5, 1.5)
+                elif key.endswith("modality_router.weight"):
+                    parameter.normal_(0, 2)  # as what it multiplies is divided by the model dim
                 elif key.endswith("bias"):
                     parameter.normal_(0, 0.5)
                 elif key.endswith("mamba.D"):

@@ -1,5 +1,6 @@
-"""Gemma 4: layers of two shapes, layers that share keys and values, inputs of layers, experts beside a network."""
+"""Gemma 4 and 3n: layers of two shapes or that share keys and values, inputs of layers, experts beside a network."""
 
+import dataclasses
 import functools
 import json
 
@@ -11,16 +12,17 @@ from safetensors.numpy import load_file, save_file
 import kvjax
 import models
 from models import engine
-from models.config import GlobalHeads
+from models.config import AltUp, GlobalHeads
 from models.config_json import from_hugging_face, to_hugging_face
 from tests.models import tiny
 from tests.models.make_golden import BLOCK, GOLDEN, PROMPT, RECENT
 from tests.tiers import first
 
-NAMES = ("gemma4_e", "gemma4", "gemma4_moe")
+NAMES = ("gemma4_e", "gemma3n", "gemma4", "gemma4_moe")
 RAW = {name: json.loads((GOLDEN / name / "config.json").read_text()) for name in NAMES}
 ARRAYS = np.load(GOLDEN / "gemma4_e" / "golden.npz")
 TOKENS = ARRAYS["tokens_0"]
+TOKENS_3N = np.load(GOLDEN / "gemma3n" / "golden.npz")["tokens_0"]
 
 
 @functools.cache
@@ -35,6 +37,20 @@ def test_layers_that_share_a_cache_see_what_its_own_layer_saw_before_it_evicted(
     found = models.hidden_states(model(), TOKENS[:, :PROMPT], **SETTINGS).hidden
     expected = ARRAYS["recency_0"][:, :PROMPT]
     np.testing.assert_allclose(engine.logits_of(model(), found), expected, atol=1e-4, rtol=0)
+
+
+def test_streams_that_layers_predict_and_correct_give_the_logits_of_transformers():
+    golden = np.load(GOLDEN / "gemma3n" / "golden.npz")
+    np.testing.assert_allclose(jax.jit(model("gemma3n"))(TOKENS_3N), golden["logits_0"], atol=1e-4, rtol=0)
+
+
+@pytest.mark.matrix
+def test_a_model_that_does_not_scale_the_active_stream_has_scales_that_nothing_reads():
+    own = model("gemma3n")
+    scaled = {path: np.ones_like(array) if "scale" in path else array for path, array in own.arrays().items()}
+    config = dataclasses.replace(own.config, altup=dataclasses.replace(own.config.altup, scaled=False))
+    found, expected = models.Decoder(config, own.arrays()), models.Decoder(own.config, scaled)
+    np.testing.assert_allclose(jax.jit(found)(TOKENS_3N), jax.jit(expected)(TOKENS_3N), atol=1e-5, rtol=0)
 
 
 @pytest.mark.matrix
@@ -90,6 +106,12 @@ def test_heads_that_a_layer_lacks_hold_nothing_and_take_no_bytes():
     [
         ("gemma4", dict(policy="laprox"), "lets heads of all layers compete, which needs layers of one number"),
         ("gemma4_e", dict(policy="h2o+merge"), "changes keys or values that stay, but some layers of this model"),
+        (
+            "gemma3n",
+            dict(policy="laprox"),
+            "lets heads of all layers compete .take '@uniform'., but some layers of this",
+        ),
+        ("gemma3n", dict(select="oracle", budget=0.5), "this run reads select= in every layer, but this model's layer"),
         ("gemma4_e", dict(policy="h2o+positions(kind='compact')"), "turns keys .take 'absolute' positions"),
         ("gemma4", dict(select="oracle", budget=0.5), "this run reads select= in every layer, but this model's layers"),
         ("gemma4", dict(policy="kvgrad@uniform"), "reads the gradient of a loss in every layer, but this model's"),
@@ -107,7 +129,7 @@ def test_what_is_measured_of_all_layers_is_refused():
         models.q_filters(model(), TOKENS)
 
 
-@pytest.mark.parametrize("name", first(1, NAMES))
+@pytest.mark.parametrize("name", first(2, NAMES))
 def test_a_saved_model_has_the_tensors_that_were_read(name, tmp_path):
     models.save(tmp_path, model(name))
     expected, found = (load_file(folder / "model.safetensors") for folder in (GOLDEN / name, tmp_path))
@@ -115,16 +137,17 @@ def test_a_saved_model_has_the_tensors_that_were_read(name, tmp_path):
     assert all(np.array_equal(found[key], expected[key]) for key in expected)
 
 
-def test_the_language_model_of_one_that_sees_is_read_without_what_no_layer_reads(tmp_path):
-    tensors = load_file(GOLDEN / "gemma4_e" / "model.safetensors")
+@pytest.mark.parametrize(("kind", "name"), [("gemma4", "gemma4_e"), ("gemma3n", "gemma3n")])
+def test_the_language_model_of_one_that_sees_is_read_without_what_no_layer_reads(kind, name, tmp_path):
+    tensors = load_file(GOLDEN / name / "model.safetensors")
     inside = {f"model.language_model.{key.removeprefix('model.')}": array for key, array in tensors.items()}
     inside |= {f"model.{part}.weight": np.zeros((2, 2), np.float32) for part in ("vision_tower", "embed_audio.x")}
     inside["model.vision_tower.x.weight"] = inside.pop("model.vision_tower.weight")
     inside["model.language_model.layers.4.self_attn.k_proj.weight"] = np.zeros((16, 16), np.float32)
     save_file(inside, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma4", "text_config": RAW["gemma4_e"]}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "text_config": RAW[name]}))
     read = models.load(tmp_path)[0]
-    found, expected = read.arrays(), model().arrays()
+    found, expected = read.arrays(), model(name).arrays()
     assert found.keys() == expected.keys()
     assert all(np.array_equal(found[path], expected[path]) for path in expected)
 
@@ -148,6 +171,21 @@ def test_fields_are_read_as_transformers_does():
     assert config.layer_input_size == 0 and to_hugging_face(config)["model_type"] == "gemma4_unified_text"
 
 
+def test_fields_of_gemma_3n_are_read_as_transformers_does():
+    raw = RAW["gemma3n"]
+    config = from_hugging_face(raw)
+    assert (config.altup, config.layer_input_vocab) == (AltUp(3, 1, rank=4), 56) and config.altup.scaled
+    assert config.sources == (None, None, None, 2, 1) and config.activation_sparsity == (0.6, 0.6, 0.0, 0.0, 0.0)
+    assert [config.at(layer).activation_sparsity for layer in (1, 2)] == [(0.6,) * 5, ()] and len(config.kinds) == 3
+    old = {key: value for key, value in raw.items() if key != "rope_parameters"}
+    old |= dict(intermediate_size=20, rope_theta=1e6, rope_local_base_freq=10_000.0)
+    assert from_hugging_face(old) == config
+    public = from_hugging_face({"model_type": "gemma3n", "text_config": {}})  # E4B leaves all to transformers
+    assert public.activation_sparsity == (0.95,) * 10 + (0.0,) * 25 and public.sliding_windows[::5] == (512,) * 7
+    assert public.sliding_windows[4::5] == (None,) * 7 and public.cached_layers == tuple(range(20))
+    assert from_hugging_face(raw | {"activation_sparsity_pattern": None}).activation_sparsity == ()
+
+
 ROPES = RAW["gemma4"]["rope_parameters"]
 
 
@@ -161,7 +199,11 @@ ROPES = RAW["gemma4"]["rope_parameters"]
         ("gemma4", {"rope_parameters": ROPES | {"sliding_attention": {"factor": 2.0}}}, "and a factor or a partial"),
         ("gemma4", {"enable_moe_block": True}, "num_experts is None; it must be a positive integer"),
         ("gemma4_moe", {"top_k_experts": 5}, "experts_per_token is 5; expected 1 to 4"),
-        ("gemma4_e", {"vocab_size_per_layer_input": 60}, "vocab_size_per_layer_input is 60; only vocab_size is"),
+        ("gemma3n", {"intermediate_size": [20, 24]}, "intermediate_size is [20, 24]; expected one size for all of 5"),
+        ("gemma3n", {"activation_sparsity_pattern": [0.5]}, "1 activation_sparsity were given for 5 layers"),
+        ("gemma3n", {"activation_sparsity_pattern": [1.0] * 5}, "activation_sparsity is (1.0, 1.0, 1.0, 1.0, 1.0)"),
+        ("gemma3n", {"altup_active_idx": 3}, "stream 3 of 3 is active, and the rank is 4; expected a number below"),
+        ("gemma3n", {"hidden_size_per_layer_input": None}, "altup was given; expected norms='both' and a layer_input"),
         ("gemma4_e", {"num_kv_shared_layers": 6}, "num_kv_shared_layers is 6 of 6 layers; expected at least one"),
         ("gemma4_e", {"num_kv_shared_layers": 4}, "4 of 6 layers share keys and values; before them each needs a"),
     ],
