@@ -73,7 +73,7 @@ def families() -> dict[str, Any]:
     for name, lengths in MODELS.items():
         model, _ = models.load(GOLDEN / name)
         (architecture,) = json.loads((GOLDEN / name / "config.json").read_text())["architectures"]
-        text = "Text" if architecture in ("Gemma3ForCausalLM", "Gemma4ForCausalLM") else ""
+        text = "Text" if architecture in ("Gemma3ForCausalLM", "Gemma3nForCausalLM", "Gemma4ForCausalLM") else ""
         config = f"{architecture.partition('For')[0]}{text}Config"
         error = max(largest_difference(model, name, row) for row in range(len(lengths)))
         golden = np.load(GOLDEN / name / "golden.npz")
