@@ -307,7 +307,6 @@ STATE_KEYS = {
 DELTA_KEYS = STATE_KEYS | {
     "full_attention_interval": "full_attention_interval",
     "attention.recurrent_layers": "recurrent",
-    "nextn_predict_layers": "num_nextn_predict_layers",
     "rope.dimension_sections": "sections",
 }
 SHARED_KEYS = QWEN3_MOE_KEYS | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
@@ -318,11 +317,9 @@ def _delta_in_gguf(architecture: str, sparse: Mapping[str, str] = {}) -> Callabl
 
     def fields(raw: Raw, tensors: Mapping[str, Any]) -> Raw:
         _check_in_gguf(raw, architecture, {**STATE_KEYS, **sparse})
-        layers = raw["num_hidden_layers"] - (raw.get("num_nextn_predict_layers") or 0)
         kinds = ("full_attention", "linear_attention")
         return _dense_in_gguf(tensors) | {
-            "num_hidden_layers": layers,
-            "layer_types": [kinds[f"blk.{layer}.ssm_a" in tensors] for layer in range(layers)],
+            "layer_types": [kinds[f"blk.{layer}.ssm_a" in tensors] for layer in range(raw["num_hidden_layers"])],
             "linear_value_head_dim": raw["inner"] // raw["linear_num_value_heads"],
             "num_experts": raw.get("num_local_experts"),
         }
@@ -1090,5 +1087,21 @@ register_family(
 )
 register_family("deepseek_v3", _deepseek_v3, architecture="DeepseekV3ForCausalLM")  # Kimi K2, too
 register_family("glm4_moe_lite", _glm4_moe_lite, architecture="Glm4MoeLiteForCausalLM")
-register_family("deepseek_v32", _indexed("deepseek_v32", _deepseek_v3), architecture="DeepseekV32ForCausalLM")
-register_family("glm_moe_dsa", _indexed("glm_moe_dsa", _deepseek_v3, **GLM5), architecture="GlmMoeDsaForCausalLM")
+INDEXER_KEYS = {
+    "attention.indexer.head_count": "indexer_heads",
+    "attention.indexer.key_length": "indexer_size",
+    "attention.indexer.top_k": "index_topk",
+    "attention.indexer.types": "indexers",
+}
+
+
+def _register_indexed(name: str, architecture: str, stored: str, **defaults: Any) -> None:
+    def fields(raw: Raw, tensors: Mapping[str, Any]) -> Raw:
+        return {**_latent_in_gguf(raw, tensors), "architectures": [architecture]}
+
+    gguf = Gguf(stored, DEEPSEEK_KEYS | INDEXER_KEYS, fields)
+    register_family(name, _indexed(name, _deepseek_v3, **defaults), architecture=architecture, gguf=gguf)
+
+
+_register_indexed("deepseek_v32", "DeepseekV32ForCausalLM", "deepseek32")
+_register_indexed("glm_moe_dsa", "GlmMoeDsaForCausalLM", "glm-dsa", **GLM5)

@@ -135,4 +135,5 @@ def _ignored(config: Config, stored: Gguf, metadata: Mapping[str, Any]) -> re.Pa
     drafts = "|".join(map(str, range(config.num_layers, config.num_layers + more)))
     sharing = "|".join(map(str, range(config.num_layers - config.shared_layers, config.num_layers)))
     keys = rf"|blk\.({sharing})\.attn_(k|v|k_norm)\.weight" if config.shared_layers else ""
+    keys += r"|blk\.\d+\.indexer\..*" if config.most_attended else ""
     return re.compile(IGNORED + (rf"|blk\.({drafts})\..*" if more else "") + keys)

@@ -22,10 +22,9 @@ from models.rotary import rope_frequencies
 FREQUENCY_FACTORS = "rope_freqs.weight"  # Llama 3.1's rope scaling, as a factor for each frequency
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"  # longrope's
 
+MORE_LAYERS = "nextn_predict_layers"  # how many of the layers, the last, only predict later tokens
 UNROTATED = 1e29  # a factor from this on stands for a pair that is not rotated
 WINDOWED = "attention.sliding_window_pattern"  # says of each layer whether it has a window
-
-MORE_LAYERS = "nextn_predict_layers"  # how many of the layers, the last, only predict later tokens
 
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 
@@ -44,6 +43,7 @@ KEYS = NEEDED_KEYS | {
     "attention.head_count_kv": "num_key_value_heads",
     "attention.key_length": "head_dim",
     "attention.value_length": "v_head_dim",
+    MORE_LAYERS: "num_nextn_predict_layers",
     "rope.dimension_count": "partial_rotary_factor",
     "rope.freq_base": "rope_theta",
     "rope.scale_linear": "factor",
@@ -169,6 +169,8 @@ def _fields(metadata: Mapping[str, Any], prefix: str, own: Mapping[str, str]) ->
         if isinstance(value, float):
             value = _before_rounding(value)
         found[field] = None if value == 0 and key in ("attention.sliding_window", "expert_count") else value
+    if type(more := found.get("num_nextn_predict_layers")) is int and type(found.get("num_hidden_layers")) is int:
+        found["num_hidden_layers"] -= more
     found.setdefault("intermediate_size", found.get("moe_intermediate_size"))  # where all layers have experts
     for key, field in NEEDED_KEYS.items():
         if found.get(field) is None:

@@ -69,19 +69,20 @@ def in_hugging_faces_form(
 def names_in(architecture: str) -> Callable[[str], str]:
     """Return the function from tensors' Hugging Face names to llama.cpp's; {} stands for the layer and the expert.
 
-    A tensor that llama.cpp does not know of the architecture, such as one of a mix of its layers, is called as Llama's.
+    A tensor that llama.cpp does not know of the architecture, such as one of a mix of its layers, is called as Llama's,
+    or else as DeepSeek-V2's.
     """
     import gguf
 
     known = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
-    numbers = gguf.MODEL_ARCH.LLAMA, known.get(architecture, gguf.MODEL_ARCH.LLAMA)
-    llama, own = (gguf.get_tensor_name_map(number, 1).mapping for number in numbers)
+    llama, latent = gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.DEEPSEEK2
+    maps = [gguf.get_tensor_name_map(number, 1).mapping for number in (known.get(architecture, llama), llama, latent)]
 
     def renamed(tensor: str) -> str:
         whole = tensor.replace(".experts.{}", ".experts").format(0)
-        whole += ".weight" if whole in own else ""  # a sink's name has no kind in Hugging Face's files
+        whole += ".weight" if whole in maps[0] else ""  # a sink's name has no kind in Hugging Face's files
         name, _, kind = whole.rpartition(".")
-        _, theirs = own.get(name) or llama.get(name) or (None, None)
+        _, theirs = next((own[name] for own in maps if name in own), (None, None))
         if theirs is None:  # a part of a tensor
             return tensor
         # One tensor holds a layer's experts; here each of them is one.

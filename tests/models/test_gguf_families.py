@@ -111,7 +111,7 @@ def experts(raw, number):
     }  # fmt: skip
 
 
-def deepseek(name, old=False):
+def deepseek(name, old=False, architecture="deepseek2"):
     raw, tensors = read(name)
     latent, rotated, plain, value = (
         raw[f"{part}"] for part in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
@@ -139,7 +139,16 @@ def deepseek(name, old=False):
             heads = tensors.pop(key).reshape(-1, plain + value, latent)
             tensors[key.replace("kv_b_proj", "k_b")] = np.ascontiguousarray(heads[:, :plain].transpose(0, 2, 1))
             tensors[key.replace("kv_b_proj", "v_b")] = np.ascontiguousarray(heads[:, plain:])
-    return common(raw, "deepseek2", **keys), named(tensors, {})
+    if "index_topk" in raw:
+        keys |= {
+            "attention.indexer.head_count": raw["index_n_heads"], "attention.indexer.top_k": raw["index_topk"],
+            "attention.indexer.key_length": raw["index_head_dim"],
+        }  # fmt: skip
+    if "indexer_types" in raw:
+        keys["attention.indexer.types"] = [int(kind == "full") for kind in raw["indexer_types"]]
+    indexer = dict(k_norm="k_norm", weights_proj="proj", wk="attn_k", wq_b="attn_q_b")
+    own = {f"self_attn.indexer.{theirs}": f"indexer.{ours}" for theirs, ours in indexer.items()}
+    return common(raw, architecture, **keys), named(tensors, own)
 
 
 def in_turns(array, key_heads, size, axis=0):
@@ -272,6 +281,8 @@ CASES = {
     "deepseek_v2, as old files": lambda: deepseek("deepseek_v2", old=True),
     "deepseek_v2_lite": lambda: deepseek("deepseek_v2_lite"),
     "glm4_moe_lite": lambda: deepseek("glm4_moe_lite"),
+    "deepseek_v32": lambda: deepseek("deepseek_v32", architecture="deepseek32"),
+    "glm_moe_dsa": lambda: deepseek("glm_moe_dsa", architecture="glm-dsa"),
     "qwen3_next": lambda: delta_net("qwen3_next", "qwen3next"),
     "qwen3_next, as old files": lambda: delta_net("qwen3_next", "qwen3next", old=True),
     "qwen3_5": lambda: delta_net("qwen3_5", "qwen35"),
@@ -344,6 +355,7 @@ def test_layers_that_only_predict_later_tokens_are_not_read(made):
 
 
 WRONG = {
+    "deepseek_v32": [({"deepseek32.attention.indexer.top_k": 2.5}, "index_topk is 2.5")],
     "deepseek_v3": [
         ({"deepseek2.expert_gating_func": 3}, "gating is 3; expected 1 (softmax) or 2 (sigmoid). In the file it is"),
         ({"deepseek2.expert_count": 0}, "lacks the key deepseek2.expert_count"),
