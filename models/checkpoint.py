@@ -101,13 +101,16 @@ def in_order(tensor: Tensor, order: Int[np.ndarray, "D"]) -> Tensor:
 
 
 def rows_from(tensor: Tensor, rows: Int[np.ndarray, "heads D"]) -> Tensor:
-    """Return some rows of a tensor, in an order of their own; those of a head lie near each other in the file."""
+    """Return some rows of a tensor, in an order of their own; where they lie far apart they are read run by run."""
     rows = rows.reshape(-1)
 
     def read(window: Window) -> np.ndarray:
         wanted = rows[window[0]]
-        first = int(wanted.min())
-        return tensor.read((slice(first, int(wanted.max()) + 1), *window[1:]))[wanted - first]
+        first, last = int(wanted.min()), int(wanted.max()) + 1
+        if last - first <= 2 * len(wanted):
+            return tensor.read((slice(first, last), *window[1:]))[wanted - first]
+        runs = np.split(wanted, np.flatnonzero(np.diff(wanted) != 1) + 1)
+        return np.concatenate([tensor.read((slice(int(run[0]), int(run[-1]) + 1), *window[1:])) for run in runs])
 
     return tensor._replace(shape=(len(rows), *tensor.shape[1:]), read=read)
 

@@ -6,6 +6,7 @@ What is written here follows that converter, not the reader: names are a table, 
 import dataclasses
 import json
 import re
+import sys
 
 import jax
 import numpy as np
@@ -308,8 +309,10 @@ def made(tmp_path):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_model_of_a_file_is_that_of_the_folder_it_was_made_from(case, made):
-    (found, _), (expected, _) = models.load(made(case)), models.load(GOLDEN / case.split(",")[0])
+def test_the_model_of_a_file_is_that_of_the_folder_it_was_made_from(case, made, monkeypatch):
+    expected, _ = models.load(GOLDEN / case.split(",")[0])
+    monkeypatch.setattr(sys.modules["models.mesh"], "CHUNK_BYTES", 200)  # ends within a head
+    found, _ = models.load(made(case))
     assert dataclasses.replace(found.config, architecture=expected.config.architecture) == expected.config
     arrays = parameters(expected)
     for name, array in parameters(found).items():  # numbers that llama.cpp stores changed are rounded twice
