@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from statistics import NormalDist
 from typing import Any, Literal, get_type_hints
 
 from kvjax._src.checks import check_count, check_types, shown
@@ -780,8 +781,34 @@ def _with_layer_inputs(raw: Raw) -> dict[str, Any]:
     )
 
 
+LAYER_INPUT_KEYS = {
+    "attention.shared_kv_layers": "num_kv_shared_layers",
+    "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+    "rope.freq_base_swa": "rope_local_base_freq",
+}
+GEMMA3N_KEYS = {
+    "activation_sparsity_scale": "sparsity",
+    "altup.active_idx": "altup_active_idx",
+    "altup.num_inputs": "altup_num_inputs",
+}
+
+
+def _gemma3n_in_gguf(raw: Raw, tensors: Mapping[str, Any]) -> Raw:
+    own: dict[str, Any] = dict(laurel_rank=tensors["blk.0.laurel_l.weight"].shape[0], **_types_in_gguf(raw))
+    if (scales := raw.get("sparsity")) is not None:  # standard deviations above the mean, of which a share is below
+        scales = scales if isinstance(scales, list) else [scales] * raw["num_hidden_layers"]
+        shares = [round(NormalDist().cdf(scale), 6) if scale > -9 else 0.0 for scale in scales]
+        own["activation_sparsity_pattern"] = shares
+    return own | {"vocab_size_per_layer_input": raw["vocab_size"]}  # whose other rows are zeros
+
+
 register_family(
-    "gemma3n_text", _gemma3n, GEMMA_TENSORS, architecture="Gemma3nForCausalLM", inside={"gemma3n": "gemma3n_text"}
+    "gemma3n_text",
+    _gemma3n,
+    GEMMA_TENSORS,
+    architecture="Gemma3nForCausalLM",
+    inside={"gemma3n": "gemma3n_text"},
+    gguf=Gguf("gemma3n", WINDOWS | LOGITS_CAP | LAYER_INPUT_KEYS | GEMMA3N_KEYS, _gemma3n_in_gguf),
 )
 
 
@@ -864,16 +891,13 @@ def _gemma4_ropes(raw: Raw) -> tuple[Rope, Rope]:
     return made[0], made[1]
 
 
-GEMMA4_KEYS = WINDOWS | LOGITS_CAP | QWEN3_MOE_KEYS
+GEMMA4_KEYS = WINDOWS | LOGITS_CAP | QWEN3_MOE_KEYS | LAYER_INPUT_KEYS
 GEMMA4_KEYS |= {
     "attention.head_count_kv": "kv_heads",
     "attention.key_length_swa": "windowed_key",
-    "attention.shared_kv_layers": "num_kv_shared_layers",
     "attention.value_length_swa": "windowed_value",
-    "embedding_length_per_layer_input": "hidden_size_per_layer_input",
     "feed_forward_length": "feed_sizes",
     "rope.dimension_count_swa": "windowed_rotated",
-    "rope.freq_base_swa": "rope_local_base_freq",
 }
 WINDOWED_SIZES = {key: field for key, field in GEMMA4_KEYS.items() if field.startswith("windowed_")}
 

@@ -26,10 +26,13 @@ NAMES = {
     "layers.choice_bias": "blk.{}.exp_probs_b.bias",
     "layers.choice_scale": "blk.{}.ffn_down_exps.scale",
     "layers.router_scale": "blk.{}.ffn_gate_inp.scale",
+    "stream_in": "altup_proj.weight[{}]",
+    "stream_out": "altup_unembd_proj.weight[{}]",
     "layers.recurrent_log_decay": "blk.{}.ssm_a",
     "layers.recurrent_decay_bias": "blk.{}.ssm_dt.bias",
     "layers.space_skip": "blk.{}.ssm_d",
 }
+STACKED = ("_exps.weight", "altup_proj.weight", "altup_unembd_proj.weight")
 # Those whose tensors have other axes, with the same numbers in the same order.
 RESHAPED = ("recurrent_kernel", "recurrent_log_decay", "shared_router", "space_norm", "space_skip")
 
@@ -92,13 +95,13 @@ def names_in(architecture: str) -> Callable[[str], str]:
 
 
 def _by_expert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Replace each tensor of a layer's experts, [X, F, E] or a bias [X, F], by one for each expert.
+    """Replace each tensor of a layer's experts, [X, F, E] or a bias [X, F], by one for each expert; streams as well.
 
     One that holds gates and what they multiply, [X, 2 F, E], has all rows of an expert's gate first.
     """
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        if len(tensor.shape) == 3 and name.endswith("_exps.weight"):
+        if len(tensor.shape) == 3 and name.endswith(STACKED):
             X, rows, columns = tensor.shape
             halves = ("gate", "up") if "gate_up" in name and rows % 2 == 0 else ("gate_up",)
             size = rows // len(halves)

@@ -5,7 +5,9 @@ What is written here follows that converter, not the reader: names are a table, 
 
 import dataclasses
 import json
+import math
 import re
+import statistics
 import sys
 
 import jax
@@ -48,7 +50,11 @@ NAMES = {
     "post_per_layer_input_norm": "post_norm", "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm", "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
     "post_feedforward_layernorm_1": "post_ffw_norm_1", "post_feedforward_layernorm_2": "post_ffw_norm_2",
-    "router.proj": "ffn_gate_inp", "router.scale": "ffn_gate_inp.scale",
+    "model.altup_projections": "altup_proj", "model.altup_unembed_projections": "altup_unembd_proj",
+    "altup.correction_coefs": "altup_correct_coef", "altup.correct_output_scale": "altup_correct_scale.weight",
+    "altup.prediction_coefs": "altup_predict_coef", "altup.modality_router": "altup_router",
+    "altup.router_norm": "altup_router_norm", "laurel.linear_left": "laurel_l", "laurel.linear_right": "laurel_r",
+    "laurel.post_laurel_norm": "laurel_post_norm", "router.proj": "ffn_gate_inp", "router.scale": "ffn_gate_inp.scale",
     "router.per_expert_scale": "ffn_down_exps.scale", "experts.gate_up_proj": "ffn_gate_up_exps.weight",
     "experts.down_proj": "ffn_down_exps.weight", "linear_attn.in_proj_b": "ssm_beta",
     "linear_attn.in_proj_qkv": "attn_qkv", "linear_attn.in_proj_z": "attn_gate",
@@ -276,6 +282,32 @@ def gemma4(name):
     return common(raw, "gemma4", **keys), stored
 
 
+def gemma3n(name="gemma3n"):
+    """Also the checkpoint with a layer's input of every token, as a GGUF file has it: the others have the first's."""
+    raw, tensors = read(name)
+    windowed, rope = [kind == "sliding_attention" for kind in raw["layer_types"]], raw["rope_parameters"]
+    inputs = tensors["model.embed_tokens_per_layer.weight"]
+    more = np.repeat(inputs[:1], raw["vocab_size"] - len(inputs), axis=0)
+    tensors["model.embed_tokens_per_layer.weight"] = np.concatenate([inputs, more])
+    stored = {key: array for key, array in tensors.items() if "model.altup_" not in key}
+    for part in ("altup_projections", "altup_unembed_projections"):
+        each = [f"model.{part}.{stream}.weight" for stream in range(raw["altup_num_inputs"] - 1)]
+        stored[f"model.{part}.weight"] = np.stack([tensors[one] for one in each])
+    keys = {
+        "attention.sliding_window": raw["sliding_window"], "attention.sliding_window_pattern": windowed,
+        "attention.key_length": raw["head_dim"], "attention.value_length": raw["head_dim"],
+        "attention.shared_kv_layers": raw["num_kv_shared_layers"], "altup.active_idx": raw["altup_active_idx"],
+        "altup.num_inputs": raw["altup_num_inputs"], "final_logit_softcapping": raw["final_logit_softcapping"],
+        "embedding_length_per_layer_input": raw["hidden_size_per_layer_input"],
+        "rope.freq_base": rope["full_attention"]["rope_theta"],
+        "rope.freq_base_swa": rope["sliding_attention"]["rope_theta"],
+    }  # fmt: skip
+    shares, beyond = raw["activation_sparsity_pattern"], statistics.NormalDist().inv_cdf
+    keys["activation_sparsity_scale"] = [beyond(share) if share else -math.inf for share in shares]
+    named_so = named(stored, {"post_attention_layernorm": "post_attention_norm"})
+    return raw | {"vocab_size_per_layer_input": raw["vocab_size"]}, tensors, common(raw, "gemma3n", **keys), named_so
+
+
 CASES = {
     "deepseek_v3": lambda: deepseek("deepseek_v3"),
     "deepseek_v2": lambda: deepseek("deepseek_v2"),
@@ -301,7 +333,7 @@ CASES = {
 @pytest.fixture
 def made(tmp_path):
     def make(case, keys=None, change=lambda tensors: None):
-        own, tensors = CASES[case]()
+        own, tensors = gemma3n()[2:] if case == "gemma3n" else CASES[case]()
         change(tensors)
         return write(tmp_path / "model.gguf", own | (keys or {}), tensors)
 
@@ -320,7 +352,7 @@ def test_the_model_of_a_file_is_that_of_the_folder_it_was_made_from(case, made, 
     assert not arrays
 
 
-@pytest.mark.parametrize("case", first(1, CASES))
+@pytest.mark.parametrize("case", first(1, [*CASES, "gemma3n"]))
 def test_the_logits_of_a_file_are_those_of_transformers(case, made):
     golden, (model, _) = np.load(GOLDEN / case.split(",")[0] / "golden.npz"), models.load(made(case))
     found = jax.jit(lambda model, tokens: model(tokens))(model, golden["tokens_0"])
@@ -328,7 +360,7 @@ def test_the_logits_of_a_file_are_those_of_transformers(case, made):
 
 
 def granite_moe(shared):
-    """Granite 4's one layer with attention and experts, alone and rotated; without the shared network of all tokens."""
+    """Granite 4's one layer with attention and experts, alone and rotated; also without the network of all tokens."""
     raw, tensors = read("granite4_h_moe")
     raw |= {"num_hidden_layers": 1, "layer_types": ["attention"], "position_embedding_type": "rope"}
     kept = {
@@ -336,18 +368,18 @@ def granite_moe(shared):
         for key, array in tensors.items()
         if not re.search(r"layers\.[02]\.", key) and (shared or "shared_mlp" not in key)
     }
-    return raw | ({} if shared else {"shared_intermediate_size": 0}), kept
+    if not shared:
+        raw |= {"architectures": ["GraniteMoeForCausalLM"], "model_type": "granitemoe", "shared_intermediate_size": 0}
+    return raw, kept, *granite(raw, kept, "granitemoe")
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_a_granite_with_experts_and_attention_alone(shared, tmp_path):
-    raw, tensors = granite_moe(shared)
-    keys, stored = granite(raw, tensors, "granitemoe")
+@pytest.mark.parametrize("build", [lambda: granite_moe(True), lambda: granite_moe(False), gemma3n])
+def test_the_model_of_a_file_is_that_of_a_folder_that_is_no_fixture(build, tmp_path):
+    raw, tensors, keys, stored = build()
     save_file(tensors, tmp_path / "model.safetensors")
-    named_so = {} if shared else {"architectures": ["GraniteMoeForCausalLM"], "model_type": "granitemoe"}
-    (tmp_path / "config.json").write_text(json.dumps(raw | named_so))
+    (tmp_path / "config.json").write_text(json.dumps(raw))
     (found, _), (expected, _) = models.load(write(tmp_path / "model.gguf", keys, stored)), models.load(tmp_path)
-    assert found.config == expected.config and found.config.shared_size == 20 * shared
+    assert found.config == expected.config and found.config.shared_size == raw.get("shared_intermediate_size", 0)
     assert_same(found, expected)
 
 
@@ -358,6 +390,7 @@ def test_layers_that_only_predict_later_tokens_are_not_read(made):
 
 
 WRONG = {
+    "gemma3n": [({"blk.0.laurel_l.weight": None}, "its keys cannot be read (KeyError: 'blk.0.laurel_l.weight')")],
     "deepseek_v32": [({"deepseek32.attention.indexer.top_k": 2.5}, "index_topk is 2.5")],
     "deepseek_v3": [
         ({"deepseek2.expert_gating_func": 3}, "gating is 3; expected 1 (softmax) or 2 (sigmoid). In the file it is"),
