@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from models import published
+from models.commands import ask
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [*sorted(ROOT.glob("docs/**/*.md")), ROOT / "README.md"]
@@ -80,6 +81,17 @@ def test_the_python_blocks_of_a_document_run_and_print_what_they_say(document, m
     printed = tuple(filter(None, map(str.strip, capsys.readouterr().out.splitlines())))
     said = re.findall(r"^print\(.*\)  # (.*)$", source, re.MULTILINE)  # the line, and perhaps its unit
     assert [text for text in said if not text.startswith(printed)] == []
+
+
+@pytest.mark.smollm2
+@pytest.mark.matrix
+def test_the_first_command_of_the_readme_answers_with_the_one_right_code(monkeypatch, capsys):
+    if not published.place("smollm2").is_file():
+        pytest.skip("needs smollm2; run python -m models.get smollm2")
+    (line,) = {line for line in COMMANDS if line.startswith("python -m models.ask ")}
+    monkeypatch.chdir(ROOT)
+    assert ask.main(shlex.split(line)[3:]) == 0
+    assert re.findall(r"\d+", capsys.readouterr().out) == ["4719"]
 
 
 @pytest.mark.nightly

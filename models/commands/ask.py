@@ -34,10 +34,11 @@ from models.progress import Progress
 
 EVERY = 5.0  # seconds between lines while the document is read, where there is no terminal
 EXAMPLES = """examples:
-  python -m models.ask smollm2 --document docs/examples/document.txt --question "What is the code of amber falcon?"
+  python -m models.ask smollm2 --document docs/examples/document.txt --policy repeat \\
+      --question "What is the code of amber falcon?"
   python -m models.ask smollm2 --document book.txt --save book.cache --question "Who?" --question "Where?"
   python -m models.ask smollm2 --load book.cache          # asks for questions, one per line
-  python -m models.ask smollm2 --document book.txt --policy curdkv --budget 512 --json < questions.txt
+  python -m models.ask smollm2 --document book.txt --policy repeat --budget 0.25 --json < questions.txt
 """
 
 
