@@ -1,15 +1,15 @@
 """What Gemma 3n has in its layers and around them, computed as in transformers' modeling_gemma3n.py.
 
 AltUp (Baykal et al., 2023, arXiv:2301.13310, section 3): a token has A hidden states, its streams. A layer predicts
-each from all of them, reads the active one, and adds to each a multiple of the difference between what it makes of the
-active one and the prediction of that. The multiples follow from the active stream. Their coefficients are clipped in
-training alone (``altup_coef_clip``), so here they are what the file says.
+each stream from all of them, and reads the prediction of the active one. It adds to each prediction a multiple of the
+difference between its output and what it read. The multiples follow from the active stream. Only training clips their
+coefficients (``altup_coef_clip``), so here they are as the file has them.
 
 LAuReL (Menghani et al., 2024, arXiv:2411.07501, its variant of low rank): the input of attention also goes through two
-narrow matrices beside it.
+narrow matrices.
 
-Statistical top-k (You et al., 2025, arXiv:2506.06644): of a gate's units those beyond a quantile of the normal
-distribution that has their mean and variance stay, which needs no sort.
+Statistical top-k (You et al., 2025, arXiv:2506.06644): of a gate's units those above a quantile count, by how far they
+are above it. It is the quantile of a normal distribution with their mean and variance, so nothing is sorted.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Weights = dict[str, Array]  # a layer's, by name
 
 
 def parted(x: Float[Array, "B T E"], weights: Float[Array, "more E E"]) -> Float[Array, "B T A E"]:
-    """Return a token's streams: its embedding, and what each matrix makes of it, all of one length."""
+    """Return a token's streams: its embedding, and what each matrix makes of it, scaled to the same length."""
     return _beside(x, jnp.einsum("bte,aeo->btao", x, weights))
 
 
 @jax.jit
 def merged(x: Float[Array, "B T A E"], weights: Float[Array, "more E E"]) -> Float[Array, "B T E"]:
-    """Return the mean of the first stream and of what the matrices make of the others, all of one length."""
+    """Return the mean of the first stream and of what the matrices make of the others, scaled to its length."""
     return jnp.mean(_beside(x[:, :, 0], jnp.einsum("btae,aeo->btao", x[:, :, 1:], weights)), axis=2)
 
 
@@ -56,7 +56,7 @@ def corrected(
     """Correct predicted streams by what the layer made of the active one; return that one scaled, too."""
     multiples = _multiples(weights, "stream_correct", made, epsilon) + 1
     x = x + multiples[..., None] * (made - x[:, :, own.active])[:, :, None]
-    return x, x[:, :, own.active] * (weights["stream_scale"][None, None] if own.scaled else 1)
+    return x, x[:, :, own.active] * (weights["stream_scale"] if own.scaled else 1)
 
 
 def _multiples(weights: Weights, name: str, x: Float[Array, "B T E"], epsilon: float) -> Float[Array, "B T _"]:
@@ -65,12 +65,12 @@ def _multiples(weights: Weights, name: str, x: Float[Array, "B T E"], epsilon: f
 
 
 def low_rank(weights: Weights, x: Float[Array, "B T E"], epsilon: float) -> Float[Array, "B T E"]:
-    """Return the input of attention, and what two narrow matrices make of it, as a sum."""
+    """Add to the input of attention what two narrow matrices make of it."""
     return x + rms_norm(x @ weights["narrow_down"] @ weights["narrow_up"], weights["narrow_norm"], epsilon)
 
 
 def sparse(share: float, gate: Float[Array, "*rest F"]) -> Float[Array, "*rest F"]:
-    """Return how far each unit is beyond a quantile of all units, as if these were normally distributed; 0 below it."""
+    """Return how far each unit is above the quantile of ``share``, and 0 where it is below."""
     wide = gate.astype(jnp.promote_types(gate.dtype, jnp.float32))
     mean, deviation = (of(wide, axis=-1, keepdims=True) for of in (jnp.mean, jnp.std))
     return jax.nn.relu(wide - mean - statistics.NormalDist().inv_cdf(share) * deviation).astype(gate.dtype)

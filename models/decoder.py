@@ -268,7 +268,7 @@ def embed(config: Config, embedding: Float[Array, "V E"], tokens: Int[Array, "B 
 def layer_inputs(
     config: Config, ends: dict[str, Array], tokens: Any, x: Float[Array, "B T E"]
 ) -> tuple[Float[Array, "B T *streams E"], tuple[Float[Array, "B T P"] | None, ...]]:
-    """Return layer 0's input from the embeddings, and what each layer gets of the tokens beside; None in most models.
+    """Return layer 0's input, made of embeddings, and what each layer also gets of the tokens: None in most models.
 
     With AltUp the input is several streams.
     """
@@ -292,7 +292,7 @@ def _layer_inputs(
 
 
 def merged(config: Config, ends: dict[str, Array], x: Hidden) -> Float[Array, "B T E"]:
-    """Return the last layer's output before the last norm, to which nothing is yet to be added; see :mod:`altup`."""
+    """Return the input of the last norm: the last layer's output, with AltUp's streams merged."""
     return summed(x) if config.altup is None else altup.merged(summed(x), ends["stream_out"])
 
 
