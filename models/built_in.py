@@ -1109,7 +1109,8 @@ register_family(
     architecture="DeepseekV2ForCausalLM",
     gguf=Gguf("deepseek2", DEEPSEEK_KEYS, _latent_in_gguf),
 )
-register_family("deepseek_v3", _deepseek_v3, architecture="DeepseekV3ForCausalLM")  # Kimi K2, too
+register_family("deepseek_v3", _deepseek_v3, architecture="DeepseekV3ForCausalLM")
+register_family("kimi_k2", _deepseek_v3)
 register_family("glm4_moe_lite", _glm4_moe_lite, architecture="Glm4MoeLiteForCausalLM")
 INDEXER_KEYS = {
     "attention.indexer.head_count": "indexer_heads",

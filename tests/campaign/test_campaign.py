@@ -55,7 +55,7 @@ def test_every_score_link_and_allocation_is_drawn():
 # test_latent.py and test_hybrid.py.
 ALIKE = {
     "gemma", "olmo3", "ministral", "ministral3", "exaone4", "seed_oss", "gpt_oss", "deepseek_v2", "deepseek_v3",
-    "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",
+    "glm4_moe_lite", "kimi_k2", "deepseek_v32", "glm_moe_dsa", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",
     "granitemoe", "granitemoehybrid", "gemma3n_text", "gemma4_text", "gemma4_unified_text",
 }  # fmt: skip
 

@@ -71,6 +71,9 @@ def test_a_config_without_the_class_of_a_causal_model_is_read_by_its_model_type(
         assert from_hugging_face(plain | named) == read()
     text = {"architectures": ["Gemma3TextModel"], "model_type": "gemma3_text"}
     assert from_hugging_face(plain | text).architecture == "gemma3_text"
+    latent = json.loads((GOLDEN / "deepseek_v3" / "config.json").read_text())
+    kimi = latent | {"architectures": None, "model_type": "kimi_k2"}
+    assert from_hugging_face(kimi) == from_hugging_face(latent)
     with pytest.raises(
         ValueError, match="architecture LlamaForSequenceClassification is not supported; supported are Ll"
     ):
