@@ -1,7 +1,7 @@
 """Makes tests/models/golden: tiny random models as transformers saves them, with the logits it computes.
 
-Run in an environment of its own, Python 3.11 with torch 2.13 (CPU) and transformers 5.2 (for those from gemma on 5.24,
-as 5.2 scales the rotary embedding of OLMo 3's layers with a window), from the repository's root:
+Run in an environment of its own, Python 3.11 with torch 2.13 (CPU) and transformers 5.2 (for those of MASKED 5.24, as
+5.2 scales the rotary embedding of OLMo 3's layers with a window), from the repository's root:
 
     python tests/models/make_golden.py            # all of them
     python tests/models/make_golden.py granite    # only some
@@ -25,12 +25,13 @@ olmo2 olmo2_bias smollm3 smollm3_sliding granite phi3 phi4_mini qwen3_moe qwen3_
 qwen3_moe_mixed gemma gemma3_vision olmo3 ministral ministral3 mistral3_vision qwen3_vl exaone4 seed_oss
 gpt_oss deepseek_v2 deepseek_v2_lite deepseek_v3 deepseek_v3_bias glm4_moe_lite
 qwen3_next qwen3_next_bias qwen3_5 qwen3_5_text qwen3_5_moe deepseek_v32 glm_moe_dsa
-granite4 granite4_h granite4_h_moe gemma4 gemma4_e gemma4_moe gemma3n
+granite4 granite4_h granite4_h_moe gemma4 gemma4_e gemma4_moe gemma3n gemma4_unified
 """.split()
-# Those whose folders also have logits under recency: queries see what a budget of RECENT tokens leaves them, when the
-# first PROMPT tokens come in blocks and the others one by one.
-MASKED = NAMES[NAMES.index("gemma") :]
+# Those whose last sequence has logits under recency, too: queries see what a budget of RECENT tokens leaves them, when
+# the first tokens, PROMPT or as PROMPTS says, come in blocks and the others one by one.
+MASKED = ["llama_llama3", "phi4_mini", *NAMES[NAMES.index("gemma") :]]
 RECENT, BLOCK, PROMPT = 12, 8, 32
+PROMPTS = {"phi4_mini": 40}  # beyond the positions up to which it has other factors
 LENGTHS = {"llama_dynamic": (24, 64), "phi4_mini": (32, 48)}  # of the sequences, where they are not one of 48
 MODELS = {name: LENGTHS.get(name, (48,)) for name in NAMES}
 
@@ -106,12 +107,12 @@ def make_tokenizers() -> None:
         (GOLDEN / name / "expected.json").write_text(json.dumps(expected, indent=1) + "\n")
 
 
-def under_recency(model, config, tokens):
+def under_recency(model, config, tokens, prompt):
     """The logits under a mask that shows each token the RECENT before its block, and its block up to itself."""
     import torch
 
     T = tokens.shape[1]
-    start = torch.tensor([t // BLOCK * BLOCK if t < PROMPT else t for t in range(T)])
+    start = torch.tensor([t // BLOCK * BLOCK if t < prompt else t for t in range(T)])
     at, seen = torch.arange(T), torch.arange(T)[None]
     kept = (seen >= start[:, None] - RECENT) & (seen <= at[:, None])
 
@@ -175,8 +176,8 @@ def main(chosen: list[str]) -> None:
             tokens = torch.randint(0, config.get_text_config().vocab_size, (1, length))
             with torch.no_grad():
                 arrays[f"logits_{row}"] = fresh(tokens).logits.float().numpy()
-                if name in MASKED:
-                    arrays[f"recency_{row}"] = under_recency(fresh, config, tokens)
+                if name in MASKED and length == lengths[-1]:
+                    arrays[f"recency_{row}"] = under_recency(fresh, config, tokens, PROMPTS.get(name, PROMPT))
             arrays[f"tokens_{row}"] = tokens.numpy().astype(np.int32)
         np.savez(GOLDEN / name / "golden.npz", **arrays)
         (GOLDEN / name / "generation_config.json").unlink(missing_ok=True)

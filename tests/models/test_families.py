@@ -16,7 +16,7 @@ from models.rotary import rope_frequencies
 from models.steps import _entered, at_layer
 from tests.evals.test_selections import simulate
 from tests.models import reference, tiny
-from tests.models.make_golden import BLOCK, GOLDEN, MASKED, MODELS, PROMPT, RECENT
+from tests.models.make_golden import BLOCK, GOLDEN, MASKED, MODELS, PROMPT, PROMPTS, RECENT
 from tests.tiers import first
 
 
@@ -38,16 +38,16 @@ def test_blocks_over_a_cache_give_the_logits_of_transformers(name, run_by_layer)
 @pytest.mark.parametrize("name", MASKED)
 def test_a_prompt_and_decode_give_the_logits_of_transformers_with_all_tokens_and_under_a_mask(name):
     model, _ = models.load(GOLDEN / name)
-    arrays = np.load(GOLDEN / name / "golden.npz")
-    tokens = arrays["tokens_0"]
-    assert np.abs(arrays["recency_0"] - arrays["logits_0"]).max() > 1
+    arrays, row, length = np.load(GOLDEN / name / "golden.npz"), len(MODELS[name]) - 1, PROMPTS.get(name, PROMPT)
+    tokens, full, masked = (arrays[f"{kind}_{row}"] for kind in ("tokens", "logits", "recency"))
+    assert np.abs(masked - full).max() > 1
     for logits, settings in (
-        (arrays["logits_0"], dict(block=BLOCK)),
-        (arrays["recency_0"], dict(block=BLOCK, policy="recency", budget=RECENT)),
+        (full, dict(block=BLOCK)),
+        (masked, dict(block=BLOCK, policy="recency", budget=RECENT)),
     ):
-        prompt = models.hidden_states(model, tokens[:, :PROMPT], **settings).hidden
-        decode = models.teacher_forced(model, tokens, prompt=PROMPT, **settings).hidden
-        for found, expected in ((prompt, logits[:, :PROMPT]), (decode, logits[:, PROMPT - 1 :])):
+        prompt = models.hidden_states(model, tokens[:, :length], **settings).hidden
+        decode = models.teacher_forced(model, tokens, prompt=length, **settings).hidden
+        for found, expected in ((prompt, logits[:, :length]), (decode, logits[:, length - 1 :])):
             np.testing.assert_allclose(engine.logits_of(model, found), expected, atol=1e-4, rtol=0)
 
 
