@@ -16,13 +16,20 @@ import numpy as np
 
 import kvjax
 import models
-from tests.models import test_kvpress, test_kvzip
+from tests.models import test_gates, test_kvpress, test_kvzip
 from tests.models.make_golden import GOLDEN, MODELS
 from tests.models.make_kvzip import GRADIENT, KEPT, PLUS, TINY
 from tests.models.make_smollm2_answers import overlap
 from tests.models.test_families import largest_difference
 
 FILE = Path(__file__).resolve().parents[2] / "docs" / "results" / "parity.json"
+
+# The published gates that each press reads, and which heads compete.
+GATED = {
+    "kvzap": (("kvzap-linear", "head"), ("kvzap-mlp", "head")),
+    "dms": (("kvzap-mlp", "threshold"),),
+    "fast_kvzip": (("fast-kvzip", "model"), ("fast-kvzip", "layer")),
+}
 
 
 def compared(found: np.ndarray, expected: np.ndarray) -> dict[str, Any]:
@@ -57,6 +64,8 @@ def tiny() -> dict[str, Any]:
     for press, file in (("kvzip_plus", PLUS), ("kvgrad", GRADIENT)):
         asked = [(scope, *KEPT[file], file) for scope in test_kvzip.COMPETE]
         parts[press] = [compared(*test_kvzip.kept_sets(*given)) for given in asked]
+    for press, scopes in GATED.items():
+        parts[press] = [compared(*test_gates.kept_by(*scope)[:2]) for scope in scopes]
     return {press: added(*some) for press, some in parts.items()}
 
 
