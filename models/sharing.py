@@ -72,9 +72,9 @@ def prefill_each(
     """Run one prompt under many policies and budgets; those that evict once, after the prompt, share the model's work.
 
     Each result is what :func:`models.prefill` returns for that policy and budget alone, and is made when its turn
-    comes: at any time, memory holds the uncompressed cache of the prompt and the cache of one policy. Policies that
-    observe the prompt once more after its end, in the same way, share that, too. Policies that evict after every block,
-    that read a network, or that rotate keys again run alone.
+    comes: at any time, memory holds the full cache of the prompt and the cache of one policy. Policies that
+    observe the prompt once more after its end, in the same way, share that, too. Policies that evict by block, that
+    read a network, or that rotate keys again run alone.
 
     Args:
         policies: policies or their short names, None or "full" for all tokens; or pairs of a policy and its budget.

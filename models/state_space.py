@@ -7,7 +7,7 @@ models.recurrent):
     b_t = softplus(step(x_t) + bias),    a_t = exp(-exp(log_decay) b_t),    o_t = S_t^T q_t + skip v_t
 
 b_t and a_t are numbers per head, as are skip, bias and log_decay. A sigmoid linear unit of the gate is multiplied
-before the norm, which a group of heads has together.
+before the norm, which several heads have together.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ def answer(policy, budget, **settings):
 settings = {
     "full cache": ("full", None, "block"),
     "first four and newest": ("streaming", 96, "block"),
-    "snapkv(kernel=13)+caote, after every block": ("snapkv(kernel=13)+caote", 96, "block"),
+    "snapkv(kernel=13)+caote, by block": ("snapkv(kernel=13)+caote", 96, "block"),
     "snapkv(kernel=13)+caote, once": ("snapkv(kernel=13)+caote", 96, "prompt"),
 }
 caches = {}
@@ -141,9 +141,9 @@ for name, (policy, budget, when) in settings.items():
 # The results show four things:
 #
 # - The budget fixes the memory: the cache's size does not depend on the prompt.
-# - Recency forgets what is far back.
-# - *After every block* (`when="block"`) evicts while the prompt comes in. The prompt may then
-#   be of any length, but the question is not known yet when the early parts are evicted.
+# - Keeping the newest tokens forgets what is far back.
+# - *By block* (`when="block"`) evicts while the prompt comes in. The prompt may then be of any
+#   length, but the early parts are evicted before the question comes.
 # - *Once* (`when="prompt"`) evicts after the whole prompt, with its question, has been read.
 #   It needs memory for the whole prompt for a moment, and is a much easier problem. Above, the
 #   policy that did not know the question answers wrong.
@@ -257,7 +257,7 @@ counted = kvjax.memory(
     block=64,
     dtype="float32",
 )
-taken = caches["snapkv(kernel=13)+caote, after every block"].nbytes
+taken = caches["snapkv(kernel=13)+caote, by block"].nbytes
 print(f"counted {counted.total:,} bytes, taken {taken:,}")
 assert counted.total == taken
 

@@ -242,9 +242,9 @@ axis.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
 plt.show()
 
 # %% [markdown]
-# The bars are 95% intervals of each policy alone. Recency answers what is near the end, one
-# or two of the five depths. `sharp` alone does no better: it keeps single tokens, and a
-# number without its digits is no answer.
+# The bars are 95% intervals of each policy alone. The newest tokens answer what is near the
+# end, one or two of the five depths. `sharp` alone does no better: it keeps single tokens, and
+# a number without its digits is no answer.
 #
 # The bars are wide. But the policies answered the *same* prompts, so their differences are
 # known better than their levels. A fair comparison is paired, over all three budgets:

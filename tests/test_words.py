@@ -1,5 +1,6 @@
-"""The pages' language: one name for a thing, percentages for answers, and no more words than a reader has time for."""
+"""The language of what users read: one name for a thing, percentages for answers, no more words than a limit."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 DOCS = sorted(page for page in ROOT.glob("docs/**/*.md") if "_build" not in page.parts and "api" not in page.parts)
 PAGES = [ROOT / "README.md", *DOCS]
+NOTEBOOKS = sorted(ROOT.glob("notebooks/[0-9]-*.py"))
 
 # What a page does not say, and what it says instead.
 LOST = {
@@ -30,16 +32,32 @@ LOST = {
 }
 
 
+def text_of(page: Path) -> str:
+    """Return a page's text, that of a notebook's Markdown cells, or a package's public docstrings without examples."""
+    if page.suffix == ".md":
+        return page.read_text("utf-8")
+    if page.suffix == ".py":
+        cells = re.findall(r"^# %% \[markdown\]\n((?:#.*\n)*)", page.read_text("utf-8"), re.MULTILINE)
+        return re.sub("^# ?", "", "\n".join(cells), flags=re.MULTILINE)
+    nodes = [node for path in sorted(page.glob("**/*.py")) for node in ast.walk(ast.parse(path.read_text("utf-8")))]
+    said = [node for node in nodes if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)]
+    texts = [ast.get_docstring(node) or "" for node in said if not getattr(node, "name", "").startswith("_")]
+    text = re.sub(r"^ *>>> .*?(?:\n\n|\Z)", "", "\n\n\n".join(texts), flags=re.MULTILINE | re.DOTALL)
+    return re.sub("^ +", "", text, flags=re.MULTILINE)  # not the indented lines that prose takes for code
+
+
 def prose(page: Path) -> str:
     """Return a page's text without code, commands, policies' names in tables, addresses and comments."""
-    text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^```.*?^```", "", text_of(page), flags=re.MULTILINE | re.DOTALL)
     text = re.sub(r"<!--.*?-->|^    .*$", "", text, flags=re.MULTILINE)
-    text = re.sub(r"`[^`]*`|\]\([^)]*\)|https?://\S+", "", text)
+    text = re.sub(r"``[^`]*``|`[^`]*`|\]\([^)]*\)|https?://\S+", "", text)
     text = re.sub(r"(?<=\|) *[a-z_0-9]+(?:[+@(][^|\s]*)? *(?=\|)", "", text)  # a cell of a policy's name alone
     return re.sub(r"\s+", " ", text)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page", [*PAGES, *NOTEBOOKS, ROOT / "kvjax", ROOT / "models"], ids=lambda page: str(page.relative_to(ROOT))
+)
 def test_a_thing_has_one_name(page):
     text = prose(page)
     found = {

@@ -227,8 +227,8 @@ def window() -> Policy:
 
     It is ``snapkv(kernel=7)+chunks``. Of all policies that docs/results/once.json compares, evicted once at a quarter
     with the question known, it has the best mean over the base model and the adapted one among those that hold no more
-    on the way than the full cache, up to 3% for what they remember: 0.56 and 0.91, 47 MiB at the most, where the full
-    cache has 0.53 and 0.96 in 46 MiB. ``kvzip``, which is better, takes 93 MiB on the way.
+    on the way than the full cache, up to 3% for what they remember: 56% and 91%, 47 MiB at the most, where the full
+    cache has 53% and 96% in 46 MiB. ``kvzip``, which is better, takes 93 MiB on the way.
 
     Example:
         >>> import kvjax

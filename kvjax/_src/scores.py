@@ -109,8 +109,8 @@ def snapkv(*, window: int = 32, kernel: int = 5, pooling: Literal["avg", "max"] 
     those of its authors' code; kvpress has 64, 5 and "avg".
 
     On this library's needles a wider kernel is better: among 1, 5, 7 and 13, ``snapkv(kernel=13)`` was chosen for
-    SmolLM2-135M-Instruct, on texts of 512 tokens of seed 0 (docs/results/smollm2/window.json): it answers 0.69 with a
-    quarter of the cache, the published width 0.23; on RULER 0.11 against 0.08
+    SmolLM2-135M-Instruct, on texts of 512 tokens of seed 0 (docs/results/smollm2/window.json): it answers 69% with a
+    quarter of the cache, the published width 23%; on RULER 11% against 8%
     (docs/results/smollm2/ruler-pooling.json). Compare methods at settings that none of them was tuned for.
 
     Args:
