@@ -61,7 +61,7 @@ def parser(
     flags.add_argument("--weight-decay", type=float)
     flags.add_argument("--out", type=Path, default=Path(out), help="folder for what is trained and its run")
     flags.add_argument("--resume", choices=("auto", "never"), default="auto", help="resume --out's checkpoint")
-    flags.add_argument("--save-every", type=count, default=200, help="steps between checkpoints")
+    flags.add_argument("--save-every", type=count, default=200, help="steps, at most five minutes, between checkpoints")
     flags.add_argument("--keep", type=count, default=2, help="checkpoints kept")
     flags.add_argument("--eval-every", type=at_least(0), default=200, help="steps between measurements; 0: at the end")
     flags.add_argument("--log-every", type=count, default=20, help="steps between lines of the log")

@@ -32,7 +32,7 @@ EXIT_CODES = """exit codes:
   0    done
   2    bad input, a file that can't be read or written, or a full disk; one line on standard error says which
   3    another process of the same run has ended (--coordinator)
-  130  interrupted by Ctrl-C
+  130  interrupted by Ctrl-C, or in training by SIGTERM
 """
 
 
