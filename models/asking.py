@@ -39,7 +39,7 @@ from models.tokenizer import Tokenizer
 AUTO, GATE, POLICY, BUDGET = "auto", "gate", "repeat", 0.25
 OPTIONS = Options(max_new_tokens=128)
 UNNOTICED = 2**20  # bytes of caches, more or less, that nobody is warned of
-FEW = 0.1  # the largest share of which a warning says that little is answered from it
+FEW = 0.1  # the largest share of a document of which a warning says that little is answered from it
 BETWEEN = "\n\n"  # the document and a question
 MARK = "kvjaxtextstandshere"  # a placeholder that shows what a template puts around a message
 
@@ -108,7 +108,7 @@ def ask(
     """Read a document, compress it once, and answer each question from the cache that is kept.
 
     Document and question are one message of the user in the model's chat template, with an empty line between them; the
-    template is cut behind the document. The questions are unknown while the document is compressed. Each is answered in
+    template is cut behind the document. The document is compressed before any question comes. Each is answered in
     a copy of the same cache, in which nothing more is evicted: it grows by the question and its answer.
 
     Args:
@@ -207,13 +207,13 @@ def _as_read(model: Decoder, options: Options, tokenizer: Tokenizer, tokens: int
     """Return the options with which a document of so many tokens is read."""
     asked = automatic(model, options.networks, POLICY) if is_automatic(options.policy) else options.policy
     policy, budget = checked(asked, options.budget, options.block)
+    if budget is not None and (budget if isinstance(budget, float) else budget / tokens) <= FEW:
+        warnings.warn(
+            f"a budget of {budget} keeps at most a tenth of this document's {tokens:,} tokens, from which policies "
+            "answer few questions that come later; give 0.25, or measure it on questions of your own.",
+            skip_file_prefixes=_HERE,
+        )
     if policy is not None and isinstance(budget, float):
-        if budget <= FEW:
-            warnings.warn(
-                "a tenth of a document's tokens or less was asked for, from which policies answer few questions that "
-                "come later; give a budget of 0.25, or measure it on questions of your own.",
-                skip_file_prefixes=_HERE,
-            )
         share = math.ceil(budget * tokens)
         budget = budget if sum(policy.protected(share)) <= share else sum(policy.protected(share))
     return dataclasses.replace(options, policy=models.with_repeat_prompt(policy, tokenizer), budget=budget)

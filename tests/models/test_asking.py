@@ -233,8 +233,9 @@ def test_an_answer_that_repeats_itself_is_ended(model, monkeypatch):
 def test_what_keeps_too_little_or_takes_too_much_is_warned_of(model, monkeypatch):
     monkeypatch.setattr(asking, "UNNOTICED", 0)
     tokenizer, made = tokenizer_of(CHATML), dict(policy="keydiff", max_new_tokens=2, block=16)
-    with pytest.warns(UserWarning, match="a tenth of a document's tokens or less"):
-        models.ask(model, tokenizer, DOCUMENT, [], budget=0.1, **made)
+    for document, budget in ((DOCUMENT, 0.1), (DOCUMENT * 4, 16)):
+        with pytest.warns(UserWarning, match=f"a budget of {budget} keeps at most a tenth of this document's"):
+            models.ask(model, tokenizer, document, [], budget=budget, **made)
     with pytest.warns(UserWarning, match="more memory at once than one of all tokens"):
         models.ask(model, tokenizer, DOCUMENT * 4, QUESTIONS, budget=0.9, **made)
     with warnings.catch_warnings():
