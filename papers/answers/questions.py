@@ -2,7 +2,7 @@
 
 ``python -m papers questions --tokenizer smollm2 --rows 2400 --out qa.jsonl`` writes JSON lines of {"prompt",
 "answer", "family", "more"}, which `python -m train.finetune --data` reads: a text, and questions about it one after the
-other, at most one for 64 tokens. A row is a pure function of the seed and its number. The families are facts in several
+other, at most one for 48 tokens. A row is a pure function of the seed and its number. The families are facts in several
 wordings, lists of keys, chains of variables, counts, quotations, what people ask a text in a chat and, with ``--text``,
 continuations of a text of one's own. The sentences around them are the part of :mod:`evals.prose` that no evaluation
 uses; neither do evaluations use a word of the keys, an attribute, or a wording of what is made here.
@@ -33,9 +33,18 @@ WORDINGS = [(wording["stated"], wording["asked"]) for wording in CONTENT["wordin
 EVENTS = CONTENT["events"]
 ADJECTIVES, NOUNS, ATTRIBUTES = (CONTENT[name].split() for name in ("adjectives", "nouns", "attributes"))
 WORDS: dict[str, Sequence[str] | range] = {
-    name: words.split() for name, words in CONTENT["words"].items() if name != "reasons"
+    name: words.split() for name, words in CONTENT["words"].items() if isinstance(words, str)
 }
-WORDS |= {"reason": CONTENT["words"]["reasons"], "adjective": ADJECTIVES, "noun": NOUNS}
+WORDS |= {"adjective": ADJECTIVES, "noun": NOUNS}
+WORDS |= {
+    name: [
+        form.format(noun=noun, adjective=adjective, first=first)
+        for noun, adjective, first in zip(NOUNS, itertools.cycle(ADJECTIVES), itertools.cycle(WORDS["first"]))
+        for form in forms
+    ]
+    for name, forms in CONTENT["words"].items()
+    if isinstance(forms, list)
+}
 WORDS["person"] = [*WORDS["first"], *(f"{first} {last}" for first in WORDS["first"] for last in WORDS["last"])]
 WORDS |= {"year": range(1600, 2000), "amount": range(12, 990)}
 COUNTS = "no one two three four five six seven eight nine".split()
@@ -56,7 +65,7 @@ class Row(NamedTuple):
 
 Sentences = Sequence[str]
 Draft = tuple[Sentences, list[Turn]]  # what is hidden in the text, and what may be asked
-TOKENS = 64  # of a row for each of its questions
+TOKENS = 48  # of a row for each of its questions
 
 
 def facts(rng: np.random.Generator) -> Draft:
@@ -80,24 +89,36 @@ def facts(rng: np.random.Generator) -> Draft:
 
 def told(rng: np.random.Generator) -> Draft:
     """State what happened, and ask as people do; answers are whole sentences. One question is about nothing stated."""
-    sentences, asked, seen = list[str](), list[Turn](), set[Any]()
-    wanted = int(rng.integers(4, 11))
-    while len(asked) <= wanted:
+    sentences, asked, seen, people = list[str](), list[Turn](), set[Any](), list[str]()
+    for _ in range(int(rng.integers(4, 17))):
         form = CONTENT["told"][int(rng.integers(len(CONTENT["told"])))]
         chosen = filling(rng, form, WORDS, seen)
-        which, answer = int(rng.integers(len(form["asked"]))), CONTENT["unstated"]
-        if len(sentences) < wanted:
-            sentences.append(_with_articles(form["stated"].format(**chosen)))
-            answers = form["answer"]
-            answer = (answers if isinstance(answers, str) else answers[which]).format(**chosen)
-        question = form["asked"][which].format(**chosen)
-        asked.append((_with_articles(question), _with_articles(answer[:1].upper() + answer[1:])))
-    return sentences, asked
+        parts = [_pick(rng, form[name]).format(**chosen) for name in ("stated", "later") if name in form]
+        for place, part in zip(
+            np.sort(rng.integers(len(sentences) + 1, size=len(parts)))[::-1], parts[::-1], strict=True
+        ):
+            sentences.insert(int(place), _sentence(part))
+        which, answers = int(rng.integers(len(form["asked"]))), form["answer"]
+        answer = (answers if isinstance(answers, str) else answers[which]).format(**chosen)
+        asked.append((_sentence(form["asked"][which].format(**chosen)), _sentence(answer)))
+        people += [chosen["person"]] if "person" in chosen else []
+    # Half of the time a person of the text and what no form states, else a form about other people and things.
+    if people and rng.random() < 0.5:
+        question = pick(rng, CONTENT["absent"]["asked"]).format(person=pick(rng, people))
+    else:
+        form = CONTENT["told"][int(rng.integers(len(CONTENT["told"])))]
+        question = pick(rng, form["asked"]).format(**filling(rng, form, WORDS, seen))
+    return sentences, [*asked, (_sentence(question), CONTENT["unstated"])]
 
 
-def _with_articles(text: str) -> str:
-    """Write "an" for "a" before a vowel."""
-    return re.sub(r"\b([Aa]) (?=[aeio])", r"\1n ", text)
+def _pick(rng: np.random.Generator, texts: str | list[str]) -> str:
+    """Return a text, or one of several."""
+    return texts if isinstance(texts, str) else pick(rng, texts)
+
+
+def _sentence(text: str) -> str:
+    """Begin with a capital, and write "an" for "a" before a vowel."""
+    return re.sub(r"\b([Aa]) (?=[aeio])", r"\1n ", text[:1].upper() + text[1:])
 
 
 def keys(rng: np.random.Generator) -> Draft:
@@ -148,12 +169,12 @@ def quotations(rng: np.random.Generator) -> Draft:
 
 # Each family, and its share of the rows.
 FAMILIES: dict[str, tuple[Callable[[np.random.Generator], Draft], float]] = {
-    "facts": (facts, 0.2),
-    "keys": (keys, 0.1),
+    "facts": (facts, 0.15),
+    "keys": (keys, 0.05),
     "chains": (chains, 0.05),
     "counts": (counts, 0.05),
-    "quotations": (quotations, 0.1),
-    "told": (told, 0.5),
+    "quotations": (quotations, 0.05),
+    "told": (told, 0.65),
 }
 
 
@@ -170,7 +191,7 @@ def row(seed: int, number: int, tokenizer: models.Tokenizer, length: int, senten
         return _continuation(rng, tokenizer, length, sentences)
     family = str(rng.choice(list(FAMILIES), p=[share for _, share in FAMILIES.values()]))
     draft, _ = FAMILIES[family]
-    for _ in range(20):
+    for _ in range(200):
         hidden, possible = draft(rng)
         asked = [possible[i] for i in rng.permutation(len(possible))[: max(1, length // TOKENS)]]
         places, filler = np.sort(rng.random(len(hidden))), list[str]()

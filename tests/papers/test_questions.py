@@ -25,7 +25,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def rows(tokenizer):
-    return [questions.row(0, number, tokenizer, LENGTH) for number in range(60)]
+    return [questions.row(0, number, tokenizer, LENGTH) for number in range(90)]
 
 
 def turns(row):
@@ -103,8 +103,13 @@ def test_no_key_attribute_or_wording_of_an_evaluation_is_learned(tokenizer):
     made = masked("\n".join(text for hidden, asked in drafts for text in (*hidden, *itertools.chain(*asked))))
     judged = wordings_of_evaluations(tokenizer)
     texts = [text for form in free.FORMS.values() for part in form.values() if isinstance(part, list) for text in part]
-    told = ((form["stated"], *form["asked"], *np.atleast_1d(form["answer"])) for form in questions.CONTENT["told"])
-    own = [text for form in told for text in form]
+    fields = [
+        form[name]
+        for form in questions.CONTENT["told"]
+        for name in ("stated", "later", "asked", "answer")
+        if name in form
+    ]
+    own = [text for field in [*fields, questions.CONTENT["absent"]["asked"]] for text in np.atleast_1d(field)]
     assert not {*map(unnamed, texts)} & {*map(unnamed, own)}
     names = {word for name in ("person", "town") for word in re.findall(r"\w+", " ".join(free.WORDS[name]))}
     assert not names & {word for name in ("first", "last", "town") for word in questions.WORDS[name]}
@@ -128,7 +133,7 @@ def test_what_is_told_is_asked_in_turns_of_a_chat(tokenizer):
     *others, last = [row.answer, *(answer for _, answer in row.more)]
     assert all(answer.endswith(".<end>") for answer in others) and last.endswith(".")
     assert all(re.fullmatch(r"<user>[^<]+<assistant>", prompt) for prompt, _ in row.more)
-    around = "it was is a an and in the of by at on did took with that fault their its keeper costs making"
+    around = "it was is a an and in the of by at on did took with that fault their its keeper costs making to from because owing for one"
     known = {*words(text), *words(around)}
     said = [answer.removesuffix("<end>") for answer in (*others, last)]
     assert [answer for answer in said if not {*words(answer)} <= known] in ([], [questions.CONTENT["unstated"]])
