@@ -281,6 +281,7 @@ class _Job:
             self.model, tokens, lengths=lengths, policy=self.feed.aids.policy(setting), budget=setting.budget,
             networks=self.feed.aids.of(setting), when=setting.when, block=self.feed.block, max_new_tokens=1,
             cache_dtype=setting.cache_dtype, evict_every=0, end=(), on_block=clock.block,
+            reading_budget=setting.reading_budget,
         )  # fmt: skip
         yield setting, without_room(cache)
 
@@ -323,7 +324,7 @@ class _Job:
                 budget=setting.budget, select=setting.select, networks=self.feed.aids.of(setting),
                 block=self.feed.block, max_new_tokens=self.new_tokens, when=setting.when,
                 evict_every=setting.evict_every, question=fed.questions, end=self.end,
-                cache_dtype=setting.cache_dtype, on_block=clock.block,
+                cache_dtype=setting.cache_dtype, on_block=clock.block, reading_budget=setting.reading_budget,
                 **self.feed.drawn(fed.rows),
             )  # fmt: skip
             yield fed, clock, steps

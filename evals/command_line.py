@@ -31,8 +31,10 @@ def add_model_flags(flags: argparse.ArgumentParser, **changes: Any) -> None:
 
 def add_setting_flags(flags: argparse.ArgumentParser, *, budgets: str = "256,512", when: str = "block,prompt") -> None:
     """Add the flags that :func:`evals.run_settings.make_settings` reads."""
-    names = ("policies", "allocations", "against", "networks", "budgets", "moments", "evict_every", "cache_dtype")
-    add_shared_flags(flags, *names, "questions", policies=",".join(POLICIES), budgets=budgets, moments=when)
+    names = ("policies", "allocations", "against", "networks", "budgets", "reading_budget", "moments", "evict_every")
+    add_shared_flags(
+        flags, *names, "cache_dtype", "questions", policies=",".join(POLICIES), budgets=budgets, moments=when
+    )
 
 
 def check_sizes(flags: argparse.Namespace) -> list[int]:

@@ -26,7 +26,8 @@ KNOWN_OR_NOT = ("known", "unknown")
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One line of the table. ``evict_every`` is None for the policy's default, ``cache_dtype`` for the model's dtype.
+    """One line of the table. ``evict_every`` is None for the policy's default, ``cache_dtype`` for the model's dtype,
+    ``reading_budget`` where a policy that evicts by block has one budget while it reads and after it.
 
     ``policy`` is an eviction policy, "full", or a selection such as "select=quest": nothing is evicted, and each decode
     step reads as many tokens per head as the budget says.
@@ -44,6 +45,7 @@ class Setting:
     question: Question
     evict_every: int | None = None
     cache_dtype: str | None = None
+    reading_budget: int | float | None = None
 
     @property
     def select(self) -> str | None:
@@ -133,7 +135,8 @@ def make_settings(flags: argparse.Namespace, questions: Sequence[str] = KNOWN_OR
     evicting = [str(kvjax.parse(policy)) for policy in policies if policy != "full"]
     evicting = _allocated(evicting, commands.split_list(getattr(flags, "allocations", "")))
     check_budgets([*evicting, *reading], budgets)
-    settings, dtype = [], getattr(flags, "cache_dtype", None)
+    settings, dtype, wide = [], getattr(flags, "cache_dtype", None), getattr(flags, "reading_budget", None)
+    reads = None if wide is None else commands.parse_budget(wide)
     for question in asked:
         if "full" in policies:
             settings.append(Setting("full", None, "block", question, cache_dtype=dtype))
@@ -141,7 +144,8 @@ def make_settings(flags: argparse.Namespace, questions: Sequence[str] = KNOWN_OR
             settings.append(Setting(name, budget, "block", question, cache_dtype=dtype))
         for when, budget in itertools.product(moments, budgets):
             for policy in dict.fromkeys([RECENCY, *evicting] if evicting else []):
-                settings.append(Setting(policy, budget, when, question, getattr(flags, "evict_every", None), dtype))
+                every = getattr(flags, "evict_every", None)
+                settings.append(Setting(policy, budget, when, question, every, dtype, reads))
     for setting in settings:
         _ = setting.moments  # raises for moments that cannot be, before any work
     return list(dict.fromkeys(settings))

@@ -23,7 +23,7 @@ from models.commands.shared_flags import HOSTS, add_shared_flags
 
 # What all evaluations of a sweep share: names that may be lists in the file, and single values.
 SHARED = ("policies", "allocations", "against", "budgets", "when", "evict_every", "question")
-PLAIN = ("block", "batch", "seed", "dtype", "cache_dtype", "mesh", "import")
+PLAIN = ("block", "batch", "seed", "dtype", "cache_dtype", "reading_budget", "mesh", "import")
 OWN = ("models", "tasks", "first")  # of the sweep itself
 EXAMPLES = """a file:
   models = ["retriever"]

@@ -38,12 +38,14 @@ _NEVER = np.iinfo(np.int32).max
 class Phase(NamedTuple):
     """The kind of a step; static, so each kind is compiled once.
 
-    ``evicts``: the policy evicts after it. ``compressed``: the context was compressed before it. ``excess``, ``filled``
-    and ``slots``: what is known of the slots, see :func:`kvjax.evict` and :class:`kvjax.Context`.
+    ``evicts``: the policy evicts after it. ``compressed``: the context was compressed before it. ``reading``: more of
+    the context follows, for which a cache may hold more than in the end. ``excess``, ``filled`` and ``slots``: what is
+    known of the slots, see :func:`kvjax.evict` and :class:`kvjax.Context`.
     """
 
     evicts: bool
     compressed: bool = False
+    reading: bool = False
     excess: int | None = None
     filled: int | None = None
     slots: int | None = None
@@ -192,6 +194,7 @@ def schedule(
     when: Literal["block", "prompt"] = "block",
     overflows: tuple[Bool[np.ndarray, "B"], Bool[np.ndarray, "B"]] | None = None,
     overfull: bool = False,
+    reading: bool = False,
     exact: bool = False,
 ) -> Schedule:
     """Put the blocks of some prompts in order.
@@ -203,6 +206,7 @@ def schedule(
             answer may not, so that all that is left of their prompts is repeated before it. By default all rows, and
             no answer.
         overfull: whether the question's last block evicts.
+        reading: whether the blocks of the context before the last one have a budget of their own.
         exact: whether to make no more rounds than needed; else their number is a power of two, and ``used`` counts
             those needed.
 
@@ -229,9 +233,9 @@ def schedule(
     first: list[Stage] = []
     again: list[Stage] = []
     if wanted is not None:
-        first, again = _with_copies(text, context, wanted, block, when, overflows, exact)
+        first, again = _with_copies(text, context, wanted, block, when, overflows, reading, exact)
     elif text.context.any() and when == "block":
-        first = [_stage(exact, dataclasses.replace(context, phase=Phase(evicts=True)))]
+        first = _after_blocks(reading, exact, dataclasses.replace(context, phase=Phase(evicts=True)))
     elif text.context.any():
         first = _but_last(context, exact)
     evicts = overfull and (wanted is None or wanted.pseudo > 0)
@@ -252,6 +256,7 @@ def _with_copies(
     block: int,
     when: Literal["block", "prompt"],
     overflows: tuple[Bool[np.ndarray, "B"], Bool[np.ndarray, "B"]] | None,
+    reading: bool,
     exact: bool,
 ) -> tuple[list[Stage], list[Stage]]:
     """Return the stages that feed the context and repeat it, and those that repeat the rest before an answer."""
@@ -275,7 +280,8 @@ def _with_copies(
         if any(map(len, before)):
             first += _but_last(repeats_of(before, text.start, _of_block(wanted, block), None), exact)
         parts = _of_block(wanted, context.tokens.shape[-1])
-        first.append(_stage(exact, context, *(_repeated(text, context, parts, compresses) if compresses.any() else ())))
+        copied = _repeated(text, context, parts, compresses) if compresses.any() else ()
+        first += _after_blocks(reading, exact, context, *copied)
         each = zip(left, fed, compresses, strict=True)
         left = tuple(nothing if repeats else np.append(own, more) for own, more, repeats in each)
     if wanted.pseudo or answers is None:
@@ -435,6 +441,15 @@ def _stage(exact: bool, *steps: Step) -> Stage:
         return Stage(steps)
     rounds = power_of_two(max(count, 1))
     return Stage(tuple(step.padded(rounds) for step in steps), np.asarray(count, np.int32))
+
+
+def _after_blocks(reading: bool, exact: bool, *steps: Step) -> list[Stage]:
+    """Return one stage of all rounds, or two if those before the last one have a budget of their own."""
+    if not reading:
+        return [_stage(exact, *steps)]
+    before = (dataclasses.replace(s.rounds(None, -1), phase=s.phase._replace(reading=True)) for s in steps)
+    last = Stage(tuple(step.rounds(-1, None) for step in steps))
+    return [last] if exact and len(steps[0].tokens) == 1 else [_stage(exact, *before), last]
 
 
 def _but_last(step: Step, exact: bool) -> list[Stage]:

@@ -262,7 +262,9 @@ def _answer(
         The answers, which were ended because they repeated themselves, and the bytes of all copies.
     """
     ends, on_text = model.config.eos if options.end is None else options.end, watch.on_text or (lambda piece: None)
-    nothing_more = dataclasses.replace(options, policy=None, budget=None, networks=None, cache_dtype=None)
+    nothing_more = dataclasses.replace(
+        options, policy=None, budget=None, reading_budget=None, networks=None, cache_dtype=None
+    )
     one, rows = len(questions) == 1, range(len(questions))
     copies = cache if one else _copied(cache, len(questions))
     pieces, again = [tokenizer.stream() for _ in rows], [Repetition() for _ in rows]

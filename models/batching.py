@@ -107,7 +107,7 @@ class Engine:
         policy = policy_of(asked.policy)
         if policy is not None:
             check_memory_is_kept(policy, "'snapkv+caote'")
-        self._options = dataclasses.replace(asked, policy=policy, reserve=most)
+        self._options = dataclasses.replace(asked, policy=policy, reserve=most, reading_budget=None)
         # Any prompts of this size: the plan says how large the rows are.
         # A budget in slots has the same rows for all prompts, those of one that is longer than any head's share.
         least = int(CAP) * asked.budget + asked.block if isinstance(asked.budget, int) else 1

@@ -305,6 +305,7 @@ def scheduled(given: CheckedPrompt, options: Options, run: Run, exact: bool = Fa
     """Return what a run feeds, in order."""
     overflows = None if run.plan.repeats is None else overflowing(run.plan, given, options)
     when: Any = dict(when=run.plan.when, overflows=overflows, overfull=run.plan.overfull)
+    when["reading"] = run.rows.reading_budgets is not None
     return schedule(given.text, run.plan.policy, block=options.block, exact=exact, **when)
 
 

@@ -41,13 +41,19 @@ class PolicySettings(TypedDict, total=False):
     projection: tuple[OutputProjection, ...] | None
 
 
+class ReadingSettings(TypedDict, total=False):
+    """Likewise, of a prompt that is read block by block from its beginning."""
+
+    reading_budget: int | float | str | None
+
+
 class EachSettings(Settings, total=False):
     """Likewise, of a prompt for several policies."""
 
     reserve: int
 
 
-class PromptSettings(EachSettings, PolicySettings, total=False):
+class PromptSettings(EachSettings, PolicySettings, ReadingSettings, total=False):
     """Likewise, of a prompt alone."""
 
 
@@ -63,7 +69,7 @@ class RequestSettings(TypedDict, total=False):
     end: tuple[int, ...] | None
 
 
-class AskSettings(Settings, PolicySettings, RequestSettings, total=False):
+class AskSettings(Settings, PolicySettings, ReadingSettings, RequestSettings, total=False):
     """Likewise, of a document and its questions."""
 
     progress: bool
@@ -77,7 +83,7 @@ class EngineSettings(Settings, PolicySettings, RequestSettings, total=False):
     evict_every: int | None
 
 
-class AnswerSettings(EngineSettings, total=False):
+class AnswerSettings(EngineSettings, ReadingSettings, total=False):
     """Likewise, of a prompt and its answer."""
 
     select: Source | str | None
@@ -95,6 +101,9 @@ class Options:
         policy: what to keep, a policy or its short name; None or "full" keeps all.
         budget: tokens that each head keeps: a number, or a ratio of all that the row has seen (a float in (0, 1], or a
             text such as "25%").
+        reading_budget: what each head keeps while a prompt comes in block by block, written like ``budget``, which is
+            the default and the least; the last block evicts to ``budget``. Tokens that see more of the text are worth
+            more: a tenth that was chosen at the end of a quarter answers more questions.
         block: tokens per step.
         when: evict after every "block", or once after the "prompt" (the block then only bounds the activations); by
             default after the prompt in :func:`prefill_each`, else by block.
@@ -144,6 +153,7 @@ class Options:
 
     policy: Policy | str | None = None
     budget: int | float | str | None = None
+    reading_budget: int | float | str | None = None
     block: int = 128
     when: When | None = None
     evict_every: int | None = None
@@ -165,8 +175,9 @@ class Options:
     batch: int = 1
 
     def __post_init__(self) -> None:
-        if isinstance(self.budget, str):
-            object.__setattr__(self, "budget", check_share_or_tokens(self.budget))
+        for name in ("budget", "reading_budget"):
+            if isinstance(text := getattr(self, name), str):
+                object.__setattr__(self, name, check_share_or_tokens(text))
         for name, (least, hint) in COUNTS.items():
             object.__setattr__(self, name, check_count(name, getattr(self, name), least, hint))
 

@@ -45,12 +45,15 @@ class Plan:
 
 
 class Rows(NamedTuple):
-    """Values that differ between the rows of a batch, [B]: lengths, budgets, and budgets in decode."""
+    """Values that differ between the rows of a batch, [B]: lengths, and budgets: of a prompt, in decode, in reading."""
 
     lengths: Int[Array, "B"]
     budgets: Int[Array, "B"] | None = None
     decode_budgets: Int[Array, "B"] | None = None
+    reading_budgets: Int[Array, "B"] | None = None
 
     def budgets_in(self, phase: Phase) -> Int[Array, "B"] | None:
         """Return the budgets of a block; behind the context they have room for the question's tokens as well."""
+        if phase.reading:
+            return self.reading_budgets
         return self.decode_budgets if phase.compressed else self.budgets

@@ -33,7 +33,7 @@ from models.plan import Plan, Rows
 from models.prompts import CheckedPrompt, Kept, cache_heads
 from models.recurrent import states_of
 from models.selecting import Selection, checked_selection
-from models.sizing import budgets_of, copied, held_of, resized, sized
+from models.sizing import budgets_of, copied, held_of, reading_of, resized, sized
 from models.steps import Run
 
 _HERE = (os.path.dirname(__file__) + os.sep,)  # so that a warning names the line that called this package
@@ -88,16 +88,40 @@ def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options) -> tuple[R
     plan = dataclasses.replace(plan, policy=policy, overfull=_overfull(plan, policy, prompt, budgets))
     if fits_biases(policy):
         _check_fitted(config, plan, kept is not None and kept.spent and bool((text.context > 0).any()))
+    reading = _reading(plan, prompt, options, budgets, seen)
     spec = sized(_spec(model, plan, prompt, options), plan, prompt, options, budgets)
     _warn_of_copies(config, plan, prompt, options)
     if policy.cumulative and overflowing(plan, prompt, options)[1].any():
         _warn_of_sums(policy, int(budgets.min()))
     _check_attended(config, spec)
+
     # Above the slots a row would wait (Evidence.waits): then its window depended on how long the other rows are.
-    slots = spec.slots if policy.allocation.fills else np.iinfo(np.int32).max
-    most = min(slots, max(window or slots for window in config.cached_windows))
-    rows = Rows(*jax.device_put((seen, np.minimum(budgets, most), np.minimum(budgets + text.questions, most))))
+    def at_most(budgets: np.ndarray, spec: CacheSpec) -> np.ndarray:
+        slots = spec.slots if policy.allocation.fills else np.iinfo(np.int32).max
+        return np.minimum(budgets, min(slots, max(window or slots for window in config.cached_windows)))
+
+    wide = None if reading is None else at_most(reading, spec.first)
+    each = seen, at_most(budgets, spec), at_most(budgets + text.questions, spec), wide
+    rows = Rows(*jax.device_put(each))
     return Run(model, rows, options.projection, network, plan), spec
+
+
+def _reading(
+    plan: Plan, prompt: CheckedPrompt, options: Options, budgets: np.ndarray, seen: np.ndarray
+) -> np.ndarray | None:
+    """Return each row's budget while its prompt is read, if it has one of its own."""
+    if options.reading_budget is None or not prompt.fed:
+        return None
+    assert plan.policy is not None
+    kinds = {
+        "a prompt that is evicted once, at its end: it is kept whole until then": plan.when == "prompt",
+        "a prompt that goes on in a cache, which has one budget": prompt.kept is not None,
+        "a model on several devices": plan.several is not None,
+    }
+    if any(kinds.values()):
+        what = next(kind for kind, has in kinds.items() if has)
+        raise ValueError(f"reading_budget is {options.reading_budget!r}, but this is {what}; leave it out.")
+    return reading_of(plan.policy, options, seen, budgets)
 
 
 def _heads_of_layers(config: Config, policy: Policy | None) -> tuple[tuple[int, int], ...]:
@@ -124,6 +148,9 @@ def _plan_full(run: Run, prompt: CheckedPrompt, options: Options) -> tuple[Run, 
     config, held, kept = run.model.config, prompt.most + options.reserve, prompt.kept
     if run.plan.selection is None:
         check_policy_given(None, options.budget)
+    if options.reading_budget is not None:
+        wrong = f"reading_budget is {options.reading_budget!r}, but nothing is evicted here"
+        raise ValueError(f"{wrong}; give a policy, or leave it out.")
     if held > config.max_positions:
         raise ValueError(
             f"the prompt and its answer take {held} positions, but the model has {config.max_positions}: "

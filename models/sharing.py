@@ -99,7 +99,9 @@ def prefill_each(
         >>> [cache.num_live.max().item() for cache, _ in each]
         [40, 16, 10, 16]
     """
-    options = options_of("prefill_each", EachSettings, options, settings, evict_every=0, projection=None)
+    options = options_of(
+        "prefill_each", EachSettings, options, settings, evict_every=0, projection=None, reading_budget=None
+    )
     options = dataclasses.replace(options, when="prompt" if options.when is None else options.when)
     if isinstance(policies, str | Policy) or not isinstance(policies, Iterable):
         raise ValueError(f"policies is {policies!r}; give a list of policies, such as ['full', ('snapkv+caote', 256)].")

@@ -38,6 +38,17 @@ def budgets_of(policy: Policy, options: Options, lengths: np.ndarray) -> np.ndar
     return budgets
 
 
+def reading_of(policy: Policy, options: Options, lengths: np.ndarray, budgets: np.ndarray) -> np.ndarray:
+    """Return each row's budget while its prompt is read, checked against the one that it has in the end."""
+    wide = budgets_of(policy, dataclasses.replace(options, budget=options.reading_budget), lengths)
+    if (wide < budgets).any():
+        raise ValueError(
+            f"reading_budget is {options.reading_budget!r}, less than the budget, {options.budget!r}: give at least as "
+            "much, or leave it out."
+        )
+    return wide
+
+
 def checked_budget(policy: Policy, budget: int | float | str | None, block: int) -> int | float:
     """Return a policy's budget as it can be checked without a prompt, which a share refers to; the block as well."""
     if budget is None:
@@ -64,10 +75,11 @@ def sized(spec: CacheSpec, plan: Plan, prompt: CheckedPrompt, options: Options, 
     policy, kept, text, fed = plan.policy, prompt.kept, prompt.text, prompt.fed
     assert policy is not None
     asked, whole = question_room(text.questions), plan.when == "prompt" and fed
+    reads = options.reading_budget is not None and kept is None
     # The copies of a block, and of an answer; what is left of a prompt is repeated by blocks before the answer.
     copies, later = (copied(policy, size) if plan.repeats else 0 for size in (options.block, plan.evict_every))
     answer = max(plan.evict_every + later, copies) if plan.evict_every else options.reserve
-    room = answer if whole or not fed else max(options.block + copies, answer)
+    room = answer if whole or reads or not fed else max(options.block + copies, answer)
     # A layer with a window that gave slots away grows back to its window while the others keep what they took.
     step = min(max(options.block + copies, 1 + later), asked + room) if policy.allocation.even else asked + room
     held, largest = [rounded_up(int(budget)) + asked for budget in budgets], int(budgets.max())
@@ -76,7 +88,11 @@ def sized(spec: CacheSpec, plan: Plan, prompt: CheckedPrompt, options: Options, 
     follows = isinstance(options.budget, float) or widest > CAP * largest
     most = all_tokens + options.reserve + max(copies, later)
     limit = rounded_up(most) if follows else power_of_two(most) if options.reserve else math.inf
-    spec = spec.sized(held, room, step, limit)
+    spec, empty = spec.sized(held, room, step, limit), spec
+    if reads:
+        widest = [rounded_up(int(n)) for n in reading_of(policy, options, text.start + text.lengths, budgets)]
+        wide = empty.sized(widest, max(options.block + copies, room), step, limit)
+        return dataclasses.replace(spec, prompt_slots=wide.layer_slots, prompt_pages=wide.pages)
     # What comes in before the first eviction: the whole prompt and its copies, a block, or what follows the prompt.
     entering, context = answer, int(text.context.max())
     repeated = copied(policy, prompt.most) if whole else copies

@@ -60,8 +60,10 @@ def _with_room(cache: Any, plan: Plan, sizes: CacheSpec) -> ModelCache:
 
 
 def shrinks(cache: ModelCache, sizes: CacheSpec) -> bool:
-    """Return whether a cache held the whole prompt, and is larger than the context needs after the eviction."""
-    return not cache.paged and (sizes.pages > 0 or sizes.layer_slots != cache.layer_slots)
+    """Return whether a cache that held more of the prompt is larger than the context needs after the eviction."""
+    if cache.paged:
+        return sizes.prompt_pages > sizes.pages
+    return sizes.pages > 0 or sizes.layer_slots != cache.layer_slots
 
 
 def settled(cache: ModelCache, plan: Plan) -> ModelCache:
@@ -72,9 +74,11 @@ def settled(cache: ModelCache, plan: Plan) -> ModelCache:
 
 
 def shrink(state: DecodeState, plan: Plan, sizes: CacheSpec) -> DecodeState:
-    """Move the tokens of a cache that held the whole prompt into a smaller one, after the eviction."""
+    """Move the tokens of a cache that held more of the prompt into a smaller one, after the eviction."""
     cache: Any = settled(state.cache, plan)
-    if shrinks(cache, sizes):
+    if shrinks(cache, sizes) and cache.paged:
+        cache = _trimmed(cache, sizes.pages, sizes.slots)
+    elif shrinks(cache, sizes):
         cache = _packed(cache, plan, sizes) if sizes.pages else cache.map(_compact, (sizes.layer_slots, PARTS))
     return dataclasses.replace(state, cache=cache)
 
@@ -104,5 +108,5 @@ def _without_slots(cache: LayerCaches, rounded: Callable[[int], int] = rounded_u
     return cache if slots == cache.layer_slots else cache.map(_compact, (slots, PARTS))
 
 
-_trimmed = jax.jit(trimmed, static_argnames="pages")
+_trimmed = jax.jit(trimmed, static_argnames=("pages", "slots"))
 _compact = jax.jit(kvjax.compact, static_argnums=1)

@@ -53,7 +53,9 @@ class CacheSpec:
     layer_slots: tuple[int, ...] = ()  # per head of each layer; of pages, one number: the most that a head may hold
     rotated: int | None = None  # of a cache of latents, which has no values of its own; see :meth:`Stored.value`
     pages: int = 0  # of each device's pool, 0 for a plain cache
-    prompt_slots: tuple[int, ...] = ()  # of the plain cache that first holds a whole prompt, () if there is none
+    # Of the cache that a prompt comes into, whole or under a larger budget; () if it is the one that is left.
+    prompt_slots: tuple[int, ...] = ()
+    prompt_pages: int = 0
     recurrent: Recurrent = ()  # of the layers without a KV cache
     layer_heads: tuple[tuple[int, int], ...] = ()  # the KV heads and head dim of each layer, where layers differ
 
@@ -70,8 +72,10 @@ class CacheSpec:
     @property
     def first(self) -> CacheSpec:
         """Return the cache that a prompt comes into, which may be larger than the one that is left of it."""
-        whole = self.prompt_slots
-        return dataclasses.replace(self, layer_slots=whole, pages=0, prompt_slots=()) if whole else self
+        if not self.prompt_slots:
+            return self
+        own: Any = dict(layer_slots=self.prompt_slots, pages=self.prompt_pages)
+        return dataclasses.replace(self, **own, prompt_slots=(), prompt_pages=0)
 
     @property
     def slots(self) -> int:

@@ -440,8 +440,9 @@ def pack(cache: KVCache | LayerCaches, *, pages: int, page_size: int, most: int)
     )
 
 
-def trimmed(cache: PagedCache, pages: int) -> PagedCache:
-    """Take free pages away from a cache, so that ``pages`` are left, at least those that heads own."""
+def trimmed(cache: PagedCache, pages: int, slots: int | None = None) -> PagedCache:
+    """Take free pages away from a cache, and room for more than ``slots`` in a head; no token may be in them."""
+    most = None if slots is None else -(-slots // cache.page_size)
     P, used = cache.owner.shape[0], cache.owner.shape[0] - cache.num_free
     kept = jnp.argsort(cache.owner < 0, stable=True)[:pages]  # owned pages come first
     place = jnp.zeros(P, jnp.int32).at[kept].set(jnp.arange(pages, dtype=jnp.int32))
@@ -454,7 +455,7 @@ def trimmed(cache: PagedCache, pages: int) -> PagedCache:
         entries=jax.tree.map(take, cache.entries),
         position=take(cache.position),
         owner=take(cache.owner),
-        table=jnp.where(cache.table >= 0, place[cache.table], -1),
+        table=jnp.where(cache.table >= 0, place[cache.table], -1)[..., :most],
         free=jnp.minimum(jnp.arange(pages, dtype=jnp.int32) + used, pages - 1),
         num_free=pages - used,
         state=map_slots(take, cache.state),

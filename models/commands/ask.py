@@ -62,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
     budget = f"slots per head (512), or a ratio of the document (0.25) (default: {BUDGET}; none for 'full')"
     what = f"what to keep; 'auto' is gate for a model that has one, else {POLICY}; 'full' keeps all tokens"
     helps: dict[str, Any] = dict(policy=dict(default=AUTO, help=what), budget=dict(help=budget))
-    add_shared_flags(flags, "policy", "budget", "when", "system", "template", **helps)
+    add_shared_flags(flags, "policy", "budget", "reading_budget", "when", "system", "template", **helps)
     flags.add_argument("--plain", action="store_true", help="leave the model's chat template out (default: no)")
     at_once = dict(default=1, help="questions answered at once, each in a copy of the cache")
     add_shared_flags(flags, "networks", "may_repeat", "batch", *RUN, *MESH, max_new_tokens=128, batch=at_once)
@@ -99,6 +99,7 @@ def _ask(flags: argparse.Namespace) -> None:
     screen, settings = Screen(), run_settings(flags)
     asker = tokenizer.plain() if flags.plain else tokenizer
     of_read: dict[str, Any] = dict(policy=policy or "full", budget=budget, when=flags.when, networks=networks)
+    of_read["reading_budget"] = flags.reading_budget
     shared: dict[str, Any] = dict(system=flags.system, **settings)
     with warnings.catch_warnings(), screen.compiling():
         warnings.simplefilter("default")

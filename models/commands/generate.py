@@ -96,7 +96,7 @@ def parser() -> argparse.ArgumentParser:
     )
     budget = "slots per head (512), or a ratio of the prompt (0.25); with --select, the number or the share of tokens "
     budget += "that a step reads (default: none, for 'full')"
-    add_shared_flags(flags, "chat", "template", "policy", "budget", "when", budget=dict(help=budget))
+    add_shared_flags(flags, "chat", "template", "policy", "budget", "reading_budget", "when", budget=dict(help=budget))
     flags.add_argument(
         "--select",
         help="evict nothing, but read only some tokens in each step, by a source of importance: "
@@ -186,6 +186,7 @@ def _answer(
         [tokens],
         policy=policy,
         budget=request.budget,
+        reading_budget=flags.reading_budget,
         select=flags.select,
         networks=networks,
         sinks=flags.sinks,

@@ -80,6 +80,11 @@ FLAGS: dict[str, dict[str, Any]] = {
     ),
     "policy": dict(default="full", help="what to keep, such as snapkv+caote; 'full' keeps all tokens"),
     "budget": dict(help="slots per head (512), or a ratio of the prompt (0.25) (default: none, for 'full')"),
+    "reading_budget": dict(
+        metavar="BUDGET",
+        help="slots per head, or a ratio, while a prompt is read; its last block evicts to the budget (default: the "
+        "budget)",
+    ),
     "when": dict(
         default="block", choices=get_args(When),
         help="when to evict: after every block, once after the prompt, or as in the policy's paper",
