@@ -153,7 +153,6 @@ class Options:
 
     policy: Policy | str | None = None
     budget: int | float | str | None = None
-    reading_budget: int | float | str | None = None
     block: int = 128
     when: When | None = None
     evict_every: int | None = None
@@ -173,6 +172,7 @@ class Options:
     end: tuple[int, ...] | None = None
     progress: bool = False
     batch: int = 1
+    reading_budget: int | float | str | None = None
 
     def __post_init__(self) -> None:
         for name in ("budget", "reading_budget"):

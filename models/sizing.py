@@ -90,8 +90,8 @@ def sized(spec: CacheSpec, plan: Plan, prompt: CheckedPrompt, options: Options, 
     limit = rounded_up(most) if follows else power_of_two(most) if options.reserve else math.inf
     spec, empty = spec.sized(held, room, step, limit), spec
     if reads:
-        widest = [rounded_up(int(n)) for n in reading_of(policy, options, text.start + text.lengths, budgets)]
-        wide = empty.sized(widest, max(options.block + copies, room), step, limit)
+        in_reading = [rounded_up(int(n)) for n in reading_of(policy, options, text.start + text.lengths, budgets)]
+        wide = empty.sized(in_reading, max(options.block + copies, room), step, limit)
         return dataclasses.replace(spec, prompt_slots=wide.layer_slots, prompt_pages=wide.pages)
     # What comes in before the first eviction: the whole prompt and its copies, a block, or what follows the prompt.
     entering, context = answer, int(text.context.max())
