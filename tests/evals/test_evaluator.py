@@ -47,6 +47,14 @@ def test_a_selection_is_asked_once_per_budget_whatever_the_moments():
     assert len(settings) == 1 + 2 + 2 * 2 * 2
 
 
+def test_a_reading_budget_is_that_of_every_policy():
+    settings = run_settings.make_settings(
+        flags_of("--policies full,h2o --budgets 64,0.5 --when block --reading-budget 0.75")
+    )
+    full, *others = settings
+    assert full.reading_budget is None and {s.reading_budget for s in others} == {0.75}
+
+
 @pytest.mark.parametrize("against", ["snapkv+caote", "full", "select=quest"])
 def test_what_policies_are_compared_with_is_run_too(against):
     asked = ("", f" --against {against}")
