@@ -133,7 +133,8 @@ def test_what_is_told_is_asked_in_turns_of_a_chat(tokenizer):
     *others, last = [row.answer, *(answer for _, answer in row.more)]
     assert all(answer.endswith(".<end>") for answer in others) and last.endswith(".")
     assert all(re.fullmatch(r"<user>[^<]+<assistant>", prompt) for prompt, _ in row.more)
-    around = "it was is a an and in the of by at on did took with that fault their its keeper costs making to from because owing for one"
+    around = "it was is a an and in the of by at on did took with that fault their its keeper costs making"
+    around += " to from because owing for one"
     known = {*words(text), *words(around)}
     said = [answer.removesuffix("<end>") for answer in (*others, last)]
     assert [answer for answer in said if not {*words(answer)} <= known] in ([], [questions.CONTENT["unstated"]])
