@@ -82,8 +82,8 @@ def families() -> dict[str, Any]:
     for name, lengths in MODELS.items():
         model, _ = models.load(GOLDEN / name)
         (architecture,) = json.loads((GOLDEN / name / "config.json").read_text())["architectures"]
-        text = "Text" if architecture in ("Gemma3ForCausalLM", "Gemma3nForCausalLM", "Gemma4ForCausalLM") else ""
-        config = f"{architecture.partition('For')[0]}{text}Config"
+        stem, _, task = architecture.partition("For")
+        config = f"{stem}{'Text' if stem[:6] in ('Gemma3', 'Gemma4') and task == 'CausalLM' else ''}Config"
         error = max(largest_difference(model, name, row) for row in range(len(lengths)))
         golden = np.load(GOLDEN / name / "golden.npz")
         largest = max(float(abs(golden[f"logits_{row}"]).max()) for row in range(len(lengths)))
@@ -95,7 +95,7 @@ def main() -> None:
     """Run the comparisons, and write the file."""
     data = {
         "command": "python -m tests.models.measure_parity",
-        "versions": {"kvjax": kvjax.__version__, "kvpress": "0.5.5", "transformers": "5.2.0"},
+        "versions": {"kvjax": kvjax.__version__, "kvpress": "0.5.5", "transformers": "5.2.0, 5.24.0"},
         "tiny": tiny(),
         "values": values(),
         "families": families(),
