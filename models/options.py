@@ -102,8 +102,8 @@ class Options:
         budget: tokens that each head keeps: a number, or a ratio of all that the row has seen (a float in (0, 1], or a
             text such as "25%").
         reading_budget: what each head keeps while a prompt comes in block by block, written like ``budget``, which is
-            the default and the least; the last block evicts to ``budget``. Tokens that see more of the text are worth
-            more: a tenth that was chosen at the end of a quarter answers more questions.
+            the default and the least; the last block evicts to ``budget``. What is read beside more tokens is worth
+            more: KVzip that keeps a tenth answers half as many facts again if it had a quarter until then.
         block: tokens per step.
         when: evict after every "block", or once after the "prompt" (the block then only bounds the activations); by
             default after the prompt in :func:`prefill_each`, else by block.
