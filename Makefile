@@ -26,7 +26,7 @@ PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 SOURCES := conftest.py kernels_pallas kvjax models evals train benchmarks papers tests notebooks docs/conf.py docs/readme_picture.py docs/study_pages.py docs/tables.py
 
-.PHONY: help setup tpu smollm2 test test-matrix test-all test-nightly mutants check lint format types docs notebooks tunix results wheel demo clean
+.PHONY: help setup tpu smollm2 test test-matrix test-all test-nightly mutants check lint format types docs notebooks results wheel demo clean
 
 help:  ## this list
 	@echo 'Usage: make TARGET   (PYTHON=path picks the interpreter, WORKERS=4 the test processes, ARGS="-k h2o" goes to pytest)'
@@ -52,7 +52,7 @@ test-matrix: setup  ## the matrix: products of options, most bad input (10 minut
 test-all: setup  ## both, in one run: tests of a file share what it has compiled
 	KVJAX_TIER=both $(PYTEST) -m 'not nightly' $(ARGS)
 
-test-nightly: setup  ## what CI has no time for
+test-nightly: setup  ## what CI has no time for; what needs gemma, keras-hub or Tunix is skipped: make outside
 	KVJAX_TIER=nightly $(PYTEST) -m nightly $(ARGS)
 
 mutants: setup  ## plant faults, one after the other, and say which tests find them (half an hour)
@@ -79,12 +79,24 @@ docs: setup  ## the documentation, to docs/_build/html; a warning is an error
 notebooks: setup  ## run all notebooks
 	$(PY) notebooks/run.py
 
-TUNIX := $(VENV)/tunix
-tunix: setup  ## run the notebook and the tests that need Tunix, in an environment of its own (1.6 GB)
-	@[ -x $(TUNIX)/bin/python ] || $(PY) -m venv $(TUNIX)
-	$(TUNIX)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[plot]' google-tunix==0.1.7 jupytext nbclient ipykernel pytest pytest-xdist hypothesis beartype
-	$(TUNIX)/bin/python notebooks/run.py 6-rollouts-in-tunix $(ARGS)
-	KVJAX_TIER=nightly $(TUNIX)/bin/python -m pytest -q -m nightly tests/models/outside/test_packages.py
+# Each package with decoders of its own has an environment of its own. gemma and kauldron come with what they import alone:
+# pip finds no versions of all that they ask for. Tunix asks for older versions of three packages than constraints.txt.
+OUTSIDE := outside-gemma outside-keras outside-tunix
+outside-gemma: ALONE := gemma==4.0.1 kauldron==1.4.4
+outside-gemma: NEEDS := dialog==1.1.0 clu==0.0.12 tensorflow==2.21.0 tensorboard==2.21.0 tensorflow-datasets==4.9.10 grain==0.2.18 \
+    chex optax orbax-checkpoint einops==0.8.2 immutabledict==4.3.1 sentencepiece==0.2.3 typeguard==4.6.1 pandas==3.1.1 tabulate==0.10.0 \
+    graphviz==0.21 altair==6.3.0 mediapy==1.2.7 requests
+outside-keras: NEEDS := keras-hub==0.32.0 keras==3.15.1 tensorflow-text==2.21.1
+outside-tunix: NEEDS := google-tunix==0.1.7 qwix==0.1.8 transformers==5.12.1 jupytext nbclient ipykernel matplotlib
+.PHONY: outside $(OUTSIDE)
+outside: $(OUTSIDE)  ## run the tests (and the notebook) that need gemma, keras-hub or Tunix; make outside-gemma, -keras, -tunix: one
+$(OUTSIDE): setup
+	@[ -x $(VENV)/$@/bin/python ] || $(PY) -m venv $(VENV)/$@
+	$(VENV)/$@/bin/python -m pip install --quiet --disable-pip-version-check -e . $(NEEDS) pytest pytest-xdist hypothesis beartype \
+	    -c <(grep -vE '^(huggingface_hub|safetensors|tokenizers)=' constraints.txt)
+	$(if $(ALONE),$(VENV)/$@/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(ALONE))
+	KVJAX_TIER=nightly $(VENV)/$@/bin/python -m pytest -q -m nightly tests/models/outside/test_packages.py $(ARGS)
+	$(if $(filter %-tunix,$@),$(VENV)/$@/bin/python notebooks/run.py 6-rollouts-in-tunix)
 
 results: setup  ## make all figures of docs/results again, with their pages (5 hours on two cores; a killed run resumes)
 	$(PY) -m papers remake

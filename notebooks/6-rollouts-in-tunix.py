@@ -22,7 +22,7 @@
 # [keys_values](https://arxiv.org/abs/2608.19920)).
 #
 # In this notebook the GRPO learner of [Tunix](https://github.com/google/tunix) trains a tiny
-# random model on one CPU, in minutes. Its rollouts run with the full cache, and under a
+# random model on one CPU, in two minutes. Its rollouts run with the full cache, and under a
 # budget. Tunix's code stays as it is.
 #
 # The first cell installs kvjax and Tunix where they are missing: kvjax from the checkout that

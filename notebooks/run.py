@@ -159,7 +159,9 @@ def _run(flags: argparse.Namespace) -> None:
     for source in chosen:
         package = OUTSIDE.get(source.stem)
         if package and not flags.names and importlib.util.find_spec(package) is None:
-            print(f"{source.stem}: left out, {package} is not installed; run make {package}")
+            print(
+                f"{source.stem}: left out, {package} is not installed; run make outside-{package}"
+            )
             continue
         begun = time.monotonic()
         notebook = execute(source, flags.timeout)

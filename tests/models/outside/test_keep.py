@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import kvjax
 from models.outside import gemma, keras, tunix
 from models.outside.keep import Keep, LayerSizes, has_not_moved, nbytes
-from tests.models.outside.tiny import BUDGET, POLICIES, RECORDED, VERSIONS, ours
+from tests.models.outside.tiny import BUDGET, POLICIES, RECORDED, ROOT, VERSIONS, ours, run_block
 from tests.tiers import matrix
 
 SIZES = [LayerSizes(4, 2, 8, 6), LayerSizes(4, 2, 8)]
@@ -126,6 +127,35 @@ def test_the_versions_are_those_that_were_recorded():
     found = json.loads(RECORDED.read_text())
     assert {name: own["version"] for name, own in found.items()} == VERSIONS
     assert tuple(VERSIONS.values()) == (gemma.TRIED, tunix.TRIED, keras.TRIED)
+    makefile = (ROOT / "Makefile").read_text()
+    assert [f"{name}=={version}" in makefile for name, version in VERSIONS.items()] == [True] * 3
+
+
+@matrix
+def test_the_lines_for_maxtext_and_easydel_attend_and_keep_the_budget():
+    """Both hand over [B, T, heads, D]; MaxText has scaled its queries, and its padding has segment 0."""
+    query, key, value = np.split(np.random.default_rng(0).normal(size=(2, 6, 8, 8)).astype(np.float32), [4, 6], axis=2)
+    place, segments = np.tile(np.arange(6), (2, 1)), np.arange(6) < np.array([[6], [3]])
+    handed = {
+        "MaxText": dict(
+            query=query / 8**0.5, inputs_positions=place, decoder_segment_ids=segments.astype(int), key=key, value=value
+        ),
+        "EasyDeL": dict(query_states=query, key_states=key, value_states=value, position=np.where(segments, place, -1)),
+    }
+    layer = SimpleNamespace(attn_logits_soft_cap=None, sliding_window=None)
+    known = dict(jnp=jnp, kvjax=kvjax, self=layer, policy="tova", budget=4)
+    empty = kvjax.empty_cache("tova", budget=4, block=6, kv_heads=2, query_heads=4, head_dim=8, batch=2)
+    want = np.asarray(jax.nn.dot_product_attention(query, key, value, is_causal=True))
+    for package, name in (("MaxText", "cache"), ("EasyDeL", "cache_view")):
+
+        def lines(given: Any, cache: Any, package: str = package, name: str = name) -> Any:
+            names = known | given | {name: cache}
+            run_block(package, names)
+            return names["out"], names[name]
+
+        out, cache = jax.jit(lines)(handed[package], empty)
+        np.testing.assert_allclose(np.asarray(out)[segments], want[segments], atol=1e-5)
+        assert np.asarray(cache.num_live).tolist() == [[4, 4], [3, 3]]
 
 
 @matrix

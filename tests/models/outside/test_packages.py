@@ -2,6 +2,7 @@
 
 import json
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -31,18 +32,63 @@ def _jaxtyping_is_as_the_packages_know_it(monkeypatch):
 
 
 def need(package: str) -> Any:
-    reason = f"{package} is not installed: pip install {package}=={VERSIONS[package]}, in an environment of its own"
-    return pytest.importorskip(IMPORTS[package], reason=reason)
+    return pytest.importorskip(IMPORTS[package], reason=f"{package} is not installed: run make outside")
+
+
+def recorded(package: str, policy: str = "full") -> list[list[int]]:
+    return json.loads(tiny.RECORDED.read_text())[package]["tokens"][policy]
 
 
 @pytest.mark.parametrize("package", VERSIONS)
 def test_tokens(package: str):
     """A budget that holds everything gives the package's own tokens, and a smaller one those that were recorded."""
     need(package)
-    recorded = json.loads(tiny.RECORDED.read_text())[package]["tokens"]
-    assert tiny.said(package, None, 0) == tiny.said(package, "h2o+caote+protect(recent=0)", ALL) == recorded["full"]
+    assert tiny.said(package, None, 0) == tiny.said(package, "h2o+caote+protect(recent=0)", ALL) == recorded(package)
     for policy in POLICIES[package]:
-        assert tiny.said(package, policy, BUDGET) == recorded[policy]
+        assert tiny.said(package, policy, BUDGET) == recorded(package, policy)
+
+
+def test_the_block_of_the_page_for_gemma(monkeypatch):
+    need("gemma")
+    from gemma import gm
+    from gemma.gm.nn._transformer import ModelInfo
+
+    model, params = tiny.gemma_model()
+    monkeypatch.setattr(gm.nn.Transformer, "INFO", ModelInfo(tokenizer_version=3))
+    monkeypatch.setattr(gm.nn, "Gemma3_4B", lambda: model)
+    monkeypatch.setattr(gm.text.Tokenizer, "from_version", lambda version: tiny.gemma_words())
+    said = tiny.run_block("gemma", dict(params=params, book=tiny.texts()[0]))
+    assert tiny.Words().encode(said)[: tiny.NEW] == recorded("gemma")[0]
+
+
+def test_the_block_of_the_page_for_tunix():
+    """The second prompt, whose answer ends."""
+    need("google-tunix")
+    names = dict(llama=tiny.tunix_model(), tokenizer=tiny.Words(), prompts=tiny.texts()[1:])
+    (said,) = tiny.run_block("Tunix", names).text
+    tokens = recorded("google-tunix")[1]
+    assert tiny.Words().encode(said)[:4] == tokens[: tokens.index(tiny.Words().eos_id())]
+
+
+def test_the_block_of_the_page_for_keras(monkeypatch):
+    """Ends at the fourth token that the package said."""
+    hub, tokens = need("keras-hub"), recorded("keras-hub")[0]
+
+    class Preprocessor:
+        tokenizer = SimpleNamespace(end_token_id=tokens[3])
+
+        def generate_preprocess(self, texts: list[str], sequence_length: int) -> dict[str, np.ndarray]:
+            (row,) = map(tiny.Words().encode, texts)
+            ids = np.pad(row, (0, sequence_length - len(row)))[None]
+            return dict(token_ids=ids, padding_mask=(ids > 0).astype(np.int32))
+
+        def generate_postprocess(self, said: dict[str, jax.Array]) -> list[str]:
+            return [tiny.Words().decode(said["token_ids"][0, LENGTH : LENGTH + 3])]
+
+    model = tiny.keras_model()
+    model.preprocessor = Preprocessor()
+    monkeypatch.setattr(hub.models.CausalLM, "from_preset", lambda name: model)
+    assert tiny.Words().encode(tiny.run_block("Keras", dict(book=tiny.texts()[0]))) == tokens[:3]
 
 
 def test_gemma_rows_of_two_lengths_and_bytes():
@@ -58,18 +104,39 @@ def test_gemma_rows_of_two_lengths_and_bytes():
     assert slots == [BUDGET + BLOCK] * 2 and nbytes(before.cache) > 90 * nbytes(after.cache)
 
 
+@pytest.mark.parametrize("version", [3, 4])
+def test_gemma_chats_as_if_all_tokens_were_one_prompt(version: int, monkeypatch):
+    """Two turns; gemma's own second turn says the same once its mask is no longer a slot ahead of its cache."""
+    need("gemma")
+    from gemma import gm
+    from gemma.gm.text._turn_utils import PrevTurns
+
+    model, params = tiny.gemma_model() if version == 3 else tiny.gemma_4_model()
+    asked = [tiny.texts()[0], tiny.texts()[1][:80]]
+
+    def turns(model: Any) -> list[list[int]]:
+        how: Any = dict(tokenizer=tiny.gemma_words(), cache_length=1024, max_out_length=tiny.NEW, multi_turn=True)
+        sampler, said = gm.text.ChatSampler(model=model, params=params, **how), []
+        for text in asked:
+            sampler.chat(text)
+            said.append([token for token in sampler.last_state.predicted_tokens[0].tolist() if token])
+        return said
+
+    own, full = turns(gemma.under_budget(model, **WHOLE)), turns(model)
+    together = " ".join([asked[0], tiny.Words().decode(own[0][:-1]), asked[1]])  # an answer's last token is never fed
+    (at_once,) = tiny.gemma_tokens(model, params, [together])[0]
+    assert own == [full[0], at_once] and full[1] != at_once
+    seen = PrevTurns.used_cache_length
+    monkeypatch.setattr(PrevTurns, "used_cache_length", property(lambda self: max(seen.fget(self) - 1, 0)))
+    assert turns(model) == own
+
+
 def test_gemma_chats_for_longer_than_its_budget():
     """Three turns, in which no head ever holds more than the budget; the second goes on from the first's cache."""
     need("gemma")
     model, params = tiny.gemma_model()
     model = gemma.under_budget(model, **HOW)
-    from gemma import gm
-
-    class Numbers(tiny.Words):
-        FORMAT, special_tokens = gm.testing.DummyTokenizer().FORMAT, gm.testing.DummyTokenizer.special_tokens
-
-    how: Any = dict(tokenizer=Numbers(), cache_length=512, max_out_length=12, pad_length=None)
-    sampler = gm.text.Sampler(model=model, params=params, **how)
+    sampler = tiny.gemma_sampler(model, params, 512)
     state, seen = None, 0
     for text in tiny.texts() * 2:
         out = sampler.sample(text, last_state=state, return_state=True)
@@ -83,20 +150,9 @@ def test_gemma_4_and_what_is_refused():
     need("gemma")
     from gemma import gm
     from gemma.gm.nn.gemma3n._transformer import Gemma3nTransformer as Transformer3n
-    from gemma.gm.nn.gemma4 import _config, _modules, _transformer
 
     model, _ = tiny.gemma_model()
-    kinds = (_modules.AttentionType.LOCAL_SLIDING, _modules.AttentionType.GLOBAL)
-    shape = _config.TransformerConfig(
-        num_embed=128, embed_dim=64, hidden_dim=64, num_heads=4, num_kv_heads=2, head_dim=16, attention_types=kinds,
-        final_logit_softcap=30.0, use_post_attn_norm=True, use_post_ffw_norm=True, sliding_window_size=24,
-        global_key_size=32, num_global_kv_heads=1, k_eq_v_global=True, global_rope_proportion=0.25,
-        local_rope_proportion=1.0,
-    )  # fmt: skip
-    four = _transformer.Transformer(config=shape, tokens="tokens", dtype=jnp.float32)
-    params = four.init(jax.random.key(0), jnp.ones((1, 4), jnp.int32))["params"]
-    drawn = iter(range(100))
-    params = jax.tree.map(lambda x: jax.random.normal(jax.random.key(next(drawn)), x.shape) / 3, params)
+    four, params = tiny.gemma_4_model()
     full, _ = tiny.gemma_tokens(four, params, tiny.texts())
     assert tiny.gemma_tokens(gemma.under_budget(four, **WHOLE), params, tiny.texts())[0] == full
     _, state = tiny.gemma_tokens(gemma.under_budget(four, **HOW), params, tiny.texts())

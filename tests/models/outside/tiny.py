@@ -1,11 +1,13 @@
 """One tiny decoder, as ours and as other packages' models, and what each of them said of the same prompts.
 
 ``python -m tests.models.outside.tiny PACKAGE`` runs the package, from an environment that has it, and writes what it
-said to recorded.json. A package has an environment of its own: ``pip install gemma==4.0.1``, or
-``google-tunix==0.1.7``, or ``keras-hub==0.32.0``, then ``pip install --no-deps -e .``.
+said to recorded.json. A package has an environment of its own, which ``make outside-gemma``, ``outside-tunix`` or
+``outside-keras`` makes.
 """
 
+import ast
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ from models.config import Config, Rope
 from models.parameters import join_weights, parameter_shapes
 
 RECORDED = Path(__file__).with_name("recorded.json")
+ROOT = Path(__file__).parents[3]
+PAGE = ROOT / "docs/how-to/other-decoders.md"
 VERSIONS = {"gemma": "4.0.1", "google-tunix": "0.1.7", "keras-hub": "0.32.0"}
 LENGTH, NEW, BLOCK, BUDGET, ALL = 64, 12, 16, 24, 128
 SIZES: dict[str, Any] = dict(
@@ -56,13 +60,23 @@ def ours(name: str, policy: str | None, budget: int) -> list[list[int]]:
     return models.generate(model, PROMPTS[:, -1:], cache=cache, max_new_tokens=NEW, end=(), **how).tokens.tolist()
 
 
+def run_block(heading: str, names: dict[str, Any]) -> Any:
+    """Run a section's code block of the page with these names, add its own to them, and return what it ends in."""
+    section = PAGE.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    (block,) = re.findall(r"^```py\n(.*?)\n```$", section, re.MULTILINE | re.DOTALL)
+    *body, last = ast.parse(block).body
+    ends = isinstance(last, ast.Expr)
+    exec(compile(ast.Module(body if ends else [*body, last], []), PAGE.name, "exec"), names)
+    return eval(compile(ast.Expression(last.value), PAGE.name, "eval"), names) if ends else None
+
+
 class Words:
-    """A tokenizer whose words are the numbers of tokens."""
+    """A tokenizer whose words are the numbers of tokens; it passes over all other words."""
 
     VERSION, FORBIDDEN_TOKENS = 0, ()
 
     def encode(self, text: str, add_bos: bool = False, **_: Any) -> list[int]:
-        return [int(word) for word in text.split()]
+        return [int(word) for word in re.findall(r"\d+", text)]
 
     def decode(self, ids: Any, **_: Any) -> str:
         return " ".join(str(int(number)) for number in ids)
@@ -113,16 +127,49 @@ def gemma_model() -> tuple[Any, Any]:
     return gm.nn.Transformer(config=shape, tokens="tokens", dtype=jnp.float32), jax.tree.map(jnp.asarray, tree)
 
 
-def gemma_tokens(model: Any, params: Any, prompts: list[str], length: int = 128) -> tuple[list[list[int]], Any]:
-    """The tokens that gemma's sampler makes, and its last state."""
+def gemma_4_model() -> tuple[Any, Any]:
+    """A Gemma 4 of gemma, and its parameters, drawn at random."""
+    from gemma.gm.nn.gemma4 import _config, _modules, _transformer
+
+    class Four(_transformer.Transformer):
+        INFO = _transformer.ModelInfo(tokenizer_version=4)  # by which ChatSampler takes Gemma4Sampler
+
+    kinds = (_modules.AttentionType.LOCAL_SLIDING, _modules.AttentionType.GLOBAL)
+    shape = _config.TransformerConfig(
+        num_embed=128, embed_dim=64, hidden_dim=64, num_heads=4, num_kv_heads=2, head_dim=16, attention_types=kinds,
+        final_logit_softcap=30.0, use_post_attn_norm=True, use_post_ffw_norm=True, sliding_window_size=24,
+        global_key_size=32, num_global_kv_heads=1, k_eq_v_global=True, global_rope_proportion=0.25,
+        local_rope_proportion=1.0,
+    )  # fmt: skip
+    model = Four(config=shape, tokens="tokens", dtype=jnp.float32)
+    params = model.init(jax.random.key(0), jnp.ones((1, 4), jnp.int32))["params"]
+    drawn = iter(range(100, 200))
+    params = jax.tree.map(lambda x: jax.random.normal(jax.random.key(next(drawn)), x.shape) / 3, params)
+    embedder = jax.tree.map(lambda x: 0.1 * x, params["embedder"])  # else each token is followed by itself
+    return model, params | dict(embedder=embedder)
+
+
+def gemma_words() -> Any:
+    """The tokenizer as gemma's samplers know one."""
     from gemma import gm
 
     class Numbers(Words):
         FORMAT, special_tokens = gm.testing.DummyTokenizer().FORMAT, gm.testing.DummyTokenizer.special_tokens
 
-    sampler = gm.text.Sampler(
-        model=model, params=params, tokenizer=Numbers(), cache_length=length, max_out_length=NEW, pad_length=None
-    )
+    return Numbers()
+
+
+def gemma_sampler(model: Any, params: Any, length: int = 128) -> Any:
+    """gemma's sampler."""
+    from gemma import gm
+
+    how: Any = dict(tokenizer=gemma_words(), cache_length=length, max_out_length=NEW, pad_length=None)
+    return gm.text.Sampler(model=model, params=params, **how)
+
+
+def gemma_tokens(model: Any, params: Any, prompts: list[str], length: int = 128) -> tuple[list[list[int]], Any]:
+    """The tokens that gemma's sampler makes, and its last state."""
+    sampler = gemma_sampler(model, params, length)
     out = sampler.sample(prompts, return_state=True)
     return out.tokens.tolist(), out.state
 
