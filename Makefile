@@ -84,8 +84,8 @@ notebooks: setup  ## run all notebooks
 OUTSIDE := outside-gemma outside-keras outside-tunix
 outside-gemma: ALONE := gemma==4.0.1 kauldron==1.4.4
 outside-gemma: NEEDS := dialog==1.1.0 clu==0.0.12 tensorflow==2.21.0 tensorboard==2.21.0 tensorflow-datasets==4.9.10 grain==0.2.18 \
-    chex optax orbax-checkpoint einops==0.8.2 immutabledict==4.3.1 sentencepiece==0.2.3 typeguard==4.6.1 pandas==3.1.1 tabulate==0.10.0 \
-    graphviz==0.21 altair==6.3.0 mediapy==1.2.7 requests
+    chex optax orbax-checkpoint einops==0.8.2 immutabledict==4.3.1 sentencepiece==0.2.3 typeguard==4.6.1 pandas==3.1.1 \
+    scikit-learn==1.9.1 mediapy==1.2.7 requests
 outside-keras: NEEDS := keras-hub==0.32.0 keras==3.15.1 tensorflow-text==2.21.1
 outside-tunix: NEEDS := google-tunix==0.1.7 qwix==0.1.8 transformers==5.12.1 jupytext nbclient ipykernel matplotlib
 .PHONY: outside $(OUTSIDE)

@@ -159,9 +159,7 @@ def _run(flags: argparse.Namespace) -> None:
     for source in chosen:
         package = OUTSIDE.get(source.stem)
         if package and not flags.names and importlib.util.find_spec(package) is None:
-            print(
-                f"{source.stem}: left out, {package} is not installed; run make outside-{package}"
-            )
+            print(f"{source.stem}: left out, {package} is missing; run make outside-{package}")
             continue
         begun = time.monotonic()
         notebook = execute(source, flags.timeout)

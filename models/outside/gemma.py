@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+import kvjax
 from kvjax import Policy
 from models.outside.keep import Keep, LayerCache, LayerSizes, has_not_moved
 
@@ -177,7 +178,6 @@ def _under_budget(cls: Any) -> Any:
                 raise ValueError("images and audio see what follows them; under a budget, give text alone.")
             tokens, position, first = args[0] if args else given["tokens"], given["positions"], cache["layer_0"]
             prompt = given.get("return_last_only", False)  # only a prompt asks for it; what it says is not read
-            position = prompt_positions(tokens, position) if prompt else position
             caches, logits = _run(self, prompt, variables, first["k"].caches, position, tokens)
             first = first | dict(k=Slots(caches, first["k"].room), end_index=first["end_index"] + tokens.shape[1])
             return Output(logits=logits, cache={"layer_0": first}, hidden_states=None)
@@ -207,6 +207,8 @@ def _under_budget(cls: Any) -> Any:
             ]
             return tuple(made), None if prompt else out.logits
 
-        return model.keep.run(feed, caches, position, tokens)
+        # A row whose answer has ended is fed on at one position, which is the first of its next prompt.
+        caches = tuple(dataclasses.replace(own, cache=kvjax.rewind(own.cache, position[:, 0])) for own in caches)
+        return model.keep.run(feed, caches, prompt_positions(tokens, position) if prompt else position, tokens)
 
     return UnderBudget

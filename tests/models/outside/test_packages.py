@@ -1,5 +1,6 @@
 """The packages themselves, each where it is installed; tests/models/outside/tiny.py says how."""
 
+import dataclasses
 import json
 import os
 from types import SimpleNamespace
@@ -129,6 +130,22 @@ def test_gemma_chats_as_if_all_tokens_were_one_prompt(version: int, monkeypatch)
     seen = PrevTurns.used_cache_length
     monkeypatch.setattr(PrevTurns, "used_cache_length", property(lambda self: max(seen.fget(self) - 1, 0)))
     assert turns(model) == own
+
+
+def test_gemma_goes_on_behind_answers_of_two_lengths():
+    """The second answer ends at its fourth token; in the second turn both rows say what each says alone."""
+    need("gemma")
+    model, params = tiny.gemma_model()
+    sampler = dataclasses.replace(
+        tiny.gemma_sampler(gemma.under_budget(model, **WHOLE), params, 256), stop_tokens=(58,)
+    )
+
+    def second(texts: list[str]) -> list[list[int]]:
+        state = sampler.sample(texts, return_state=True).state
+        return sampler.sample([text[:80] for text in texts], last_state=state, return_state=True).tokens.tolist()
+
+    assert second(tiny.texts()) == [second([text])[0] for text in tiny.texts()]
+    assert recorded("gemma")[1][3] == 58
 
 
 def test_gemma_chats_for_longer_than_its_budget():
