@@ -211,6 +211,8 @@ def test_few_tokens_on_a_gpu_have_the_logits_of_transformers(name, monkeypatch):
     model.config = dataclasses.replace(model.config, pad=7)  # whose programs no other test has
     of_text, of_token = largest_difference(model, name), largest_difference(model, name, tokens=1)
     assert max(of_text, of_token) < 1e-4
+    if model.config.altup is not None:  # whose streams take the sum at once
+        return
     x, waves = decoder.entered(model.config, model.embedding[...], *(jnp.zeros((1, 1), int),) * 2, jnp.ones(1, int))
     weights, own = model.layers[0].arrays(), decoder.rope_of_layer(model.config, 0, waves)
     config, zero = model.config, jnp.zeros((1, 1), int)
