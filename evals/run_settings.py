@@ -135,8 +135,7 @@ def make_settings(flags: argparse.Namespace, questions: Sequence[str] = KNOWN_OR
     evicting = [str(kvjax.parse(policy)) for policy in policies if policy != "full"]
     evicting = _allocated(evicting, commands.split_list(getattr(flags, "allocations", "")))
     check_budgets([*evicting, *reading], budgets)
-    settings, dtype, wide = [], getattr(flags, "cache_dtype", None), getattr(flags, "reading_budget", None)
-    reads = None if wide is None else commands.parse_budget(wide)
+    settings, dtype, reads = [], getattr(flags, "cache_dtype", None), getattr(flags, "reading_budget", None)
     for question in asked:
         if "full" in policies:
             settings.append(Setting("full", None, "block", question, cache_dtype=dtype))

@@ -62,6 +62,13 @@ def _cache_dtype(text: str) -> str:
         raise argparse.ArgumentTypeError(str(error).removesuffix(".")) from None
 
 
+def _budget(text: str) -> int | float:
+    try:
+        return commands.parse_budget(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error).removesuffix(".")) from None
+
+
 def _template_value(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
@@ -81,7 +88,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "policy": dict(default="full", help="what to keep, such as snapkv+caote; 'full' keeps all tokens"),
     "budget": dict(help="slots per head (512), or a ratio of the prompt (0.25) (default: none, for 'full')"),
     "reading_budget": dict(
-        metavar="BUDGET",
+        type=_budget, metavar="BUDGET",
         help="slots per head, or a ratio, while a prompt is read; its last block evicts to the budget (default: the "
         "budget)",
     ),

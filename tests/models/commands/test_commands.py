@@ -27,6 +27,14 @@ def test_lists_split_at_commas_outside_parentheses(text, parts):
     assert commands.split_list(text) == parts
 
 
+@pytest.mark.parametrize(("text", "budget"), [("0.25", 0.25), ("25%", 0.25), ("512", 512)])
+def test_a_reading_budget_is_written_as_a_budget(text, budget, capsys):
+    assert generate.parser().parse_args(["--reading-budget", text]).reading_budget == budget
+    with pytest.raises(SystemExit):
+        generate.parser().parse_args(["--reading-budget", "lots"])
+    assert "--reading-budget: the budget is 'lots'" in capsys.readouterr().err
+
+
 def test_a_file_is_replaced_as_a_whole_or_not_at_all_and_keeps_its_permissions(tmp_path):
     target = tmp_path / ("x" * 250 + ".json")  # a long name
     files.write_json(target, 0)
