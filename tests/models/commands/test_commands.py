@@ -29,9 +29,9 @@ def test_lists_split_at_commas_outside_parentheses(text, parts):
 
 @pytest.mark.parametrize(("text", "budget"), [("0.25", 0.25), ("25%", 0.25), ("512", 512)])
 def test_a_reading_budget_is_written_as_a_budget(text, budget, capsys):
-    assert generate.parser().parse_args(["--reading-budget", text]).reading_budget == budget
+    assert generate.parser().parse_args(["retriever", "--reading-budget", text]).reading_budget == budget
     with pytest.raises(SystemExit):
-        generate.parser().parse_args(["--reading-budget", "lots"])
+        generate.parser().parse_args(["retriever", "--reading-budget", "lots"])
     assert "--reading-budget: the budget is 'lots'" in capsys.readouterr().err
 
 
