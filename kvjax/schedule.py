@@ -445,18 +445,19 @@ def _stage(exact: bool, *steps: Step) -> Stage:
 
 def _after_blocks(reading: bool, exact: bool, *steps: Step) -> list[Stage]:
     """Return one stage of all rounds, or two if those before the last one have a budget of their own."""
-    if not reading:
-        return [_stage(exact, *steps)]
-    before = (dataclasses.replace(s.rounds(None, -1), phase=s.phase._replace(reading=True)) for s in steps)
-    last = Stage(tuple(step.rounds(-1, None) for step in steps))
-    return [last] if exact and len(steps[0].tokens) == 1 else [_stage(exact, *before), last]
+    return _last_apart(exact, *steps, reading=True) if reading else [_stage(exact, *steps)]
 
 
 def _but_last(step: Step, exact: bool) -> list[Stage]:
     """Return two stages: all rounds but the last, and the last one, which evicts."""
-    last = dataclasses.replace(step.rounds(-1, None), phase=step.phase._replace(evicts=True))
-    before = [] if exact and len(step.tokens) == 1 else [_stage(exact, step.rounds(None, -1))]
-    return [*before, Stage((last,))]
+    return _last_apart(exact, dataclasses.replace(step, phase=step.phase._replace(evicts=True)), evicts=False)
+
+
+def _last_apart(exact: bool, *steps: Step, **before: bool) -> list[Stage]:
+    """Return two stages: all rounds but the last, in phases with the fields of ``before``, and the last one."""
+    earlier = (dataclasses.replace(s.rounds(None, -1), phase=s.phase._replace(**before)) for s in steps)
+    last = Stage(tuple(step.rounds(-1, None) for step in steps))
+    return [last] if exact and len(steps[0].tokens) == 1 else [_stage(exact, *earlier), last]
 
 
 def question_room(questions: np.ndarray) -> int:

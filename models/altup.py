@@ -1,4 +1,4 @@
-"""What Gemma 3n has in its layers and around them, computed as in transformers' modeling_gemma3n.py.
+"""Computes what Gemma 3n has in its layers and around them, as transformers' modeling_gemma3n.py does.
 
 AltUp (Baykal et al., 2023, arXiv:2301.13310, section 3): a token has A hidden states, its streams. A layer predicts
 each stream from all of them, and reads the prediction of the active one. It adds to each prediction a multiple of the

@@ -89,7 +89,7 @@ def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options) -> tuple[R
     if fits_biases(policy):
         _check_fitted(config, plan, kept is not None and kept.spent and bool((text.context > 0).any()))
     reading = _reading(plan, prompt, options, budgets, seen)
-    spec = sized(_spec(model, plan, prompt, options), plan, prompt, options, budgets)
+    spec = sized(_spec(model, plan, prompt, options), plan, prompt, options, budgets, reading)
     _warn_of_copies(config, plan, prompt, options)
     if policy.cumulative and overflowing(plan, prompt, options)[1].any():
         _warn_of_sums(policy, int(budgets.min()))

@@ -65,7 +65,14 @@ def held_of(policy: Policy, kept: Kept) -> np.ndarray:
     return kept.held.max(axis=1) if policy.allocation.even else np.ceil(kept.held.mean(axis=1))
 
 
-def sized(spec: CacheSpec, plan: Plan, prompt: CheckedPrompt, options: Options, budgets: np.ndarray) -> CacheSpec:
+def sized(
+    spec: CacheSpec,
+    plan: Plan,
+    prompt: CheckedPrompt,
+    options: Options,
+    budgets: np.ndarray,
+    reading: np.ndarray | None = None,
+) -> CacheSpec:
     """Return the spec with the slots and pages that a run needs.
 
     Budgets and whole prompts are rounded up (:func:`kvjax._src.capacity.rounded_up`). Under a budget in slots nothing
@@ -75,11 +82,10 @@ def sized(spec: CacheSpec, plan: Plan, prompt: CheckedPrompt, options: Options, 
     policy, kept, text, fed = plan.policy, prompt.kept, prompt.text, prompt.fed
     assert policy is not None
     asked, whole = question_room(text.questions), plan.when == "prompt" and fed
-    reads = options.reading_budget is not None and kept is None
     # The copies of a block, and of an answer; what is left of a prompt is repeated by blocks before the answer.
     copies, later = (copied(policy, size) if plan.repeats else 0 for size in (options.block, plan.evict_every))
     answer = max(plan.evict_every + later, copies) if plan.evict_every else options.reserve
-    room = answer if whole or reads or not fed else max(options.block + copies, answer)
+    room = answer if whole or reading is not None or not fed else max(options.block + copies, answer)
     # A layer with a window that gave slots away grows back to its window while the others keep what they took.
     step = min(max(options.block + copies, 1 + later), asked + room) if policy.allocation.even else asked + room
     held, largest = [rounded_up(int(budget)) + asked for budget in budgets], int(budgets.max())
@@ -89,9 +95,10 @@ def sized(spec: CacheSpec, plan: Plan, prompt: CheckedPrompt, options: Options, 
     most = all_tokens + options.reserve + max(copies, later)
     limit = rounded_up(most) if follows else power_of_two(most) if options.reserve else math.inf
     spec, empty = spec.sized(held, room, step, limit), spec
-    if reads:
-        in_reading = [rounded_up(int(n)) for n in reading_of(policy, options, text.start + text.lengths, budgets)]
-        wide = empty.sized(in_reading, max(options.block + copies, room), step, limit)
+    if reading is not None:
+        wide = empty.sized(
+            [rounded_up(int(budget)) for budget in reading], max(options.block + copies, room), step, limit
+        )
         return dataclasses.replace(spec, prompt_slots=wide.layer_slots, prompt_pages=wide.pages)
     # What comes in before the first eviction: the whole prompt and its copies, a block, or what follows the prompt.
     entering, context = answer, int(text.context.max())
