@@ -16,7 +16,7 @@ from kvjax._src.eviction_error import score
 from kvjax._src.insertion import insert, rewind
 from kvjax._src.layer_caches import LayerCaches, RowArray
 from kvjax._src.matching import match_attention
-from kvjax._src.methods import adakv, chunkkv, criticalkv, d2o, defensivekv, pyramidkv, simlayerkv
+from kvjax._src.methods import adakv, chunkkv, criticalkv, d2o, defensivekv, momentkv, pyramidkv, simlayerkv
 from kvjax._src.new_caches import Memory, empty_cache, memory, repeat
 from kvjax._src.observation import Context, Needs, Observation, Prediction, Weights
 from kvjax._src.paged import PagedCache, pack, pages_for
@@ -55,7 +55,19 @@ from kvjax._src.selection import select, selected_mask
 from kvjax._src.several_policies import observe_each
 from kvjax._src.split_cache import SplitCache
 from kvjax._src.topk import keep_mask
-from kvjax._src.transforms import cam, chunks, critical, match, merge, normalise, pool, pooled, positions, protect
+from kvjax._src.transforms import (
+    cam,
+    chunks,
+    critical,
+    match,
+    merge,
+    moments,
+    normalise,
+    pool,
+    pooled,
+    positions,
+    protect,
+)
 from kvjax.allocation import Allocation
 from kvjax.sources import Source, parse_source
 
@@ -133,6 +145,8 @@ __all__ = [
     "match_attention",
     "memory",
     "merge",
+    "momentkv",
+    "moments",
     "no_state",
     "normalise",
     "observe",

@@ -17,6 +17,7 @@ from kvjax._src.border import OF_QUERY_HEADS, OF_ROWS, OF_TOKENS, SAME, axes_of_
 from kvjax._src.cache import KVCache, floats_of, up_to, within
 from kvjax._src.compact_positions import next_index, turn_to_index, turn_to_rank
 from kvjax._src.eviction import Budget, Evidence
+from kvjax._src.moments import corrected
 from kvjax._src.observation import Context, Needs, Observation, Weights
 from kvjax._src.order import Held, by_position, continued, ranks
 from kvjax._src.paged import PagedCache
@@ -137,13 +138,14 @@ def attend_heads(
         here, query = turn_to_rank(floats_of(here), block.query, block.position, context)
         block = block._replace(query=query)
     if context.filled is not None and context.reconstructed is None:
-        return *_attend_first(here, block, needs, context, context.filled), block, here
+        out, columns = _attend_first(here, block, needs, context, context.filled)
+        return corrected(out, here, block.query, block.position, context), columns, block, here
     given: Any = dict(query_position=block.position)
     attention = functools.partial(
         cache_attention_unchecked, block.query, **here.attended(needs.errors == "value"), **given
     )
     out, columns = attended(lambda slots, **options: attention(key_position=slots, **options), here, needs, context)
-    return out, columns, block, here
+    return corrected(out, here, block.query, block.position, context), columns, block, here
 
 
 def _attend_first(

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax._src.cache import as_stored, floats_of, nth_true, part_of_kind
+from kvjax._src.cache import as_stored, floats_of, map_state, nth_true, part_of_kind
 from kvjax._src.matching import Queries, refitted
 from kvjax._src.order import by_position
 
@@ -46,14 +46,16 @@ class Head(NamedTuple):
 class Merging:
     """Name a way of merging values; ``fold`` returns a head's new values, and which slots they are new in.
 
-    Where it is ``biased``, the cache has a bias per slot, and ``fold`` returns the new ones as well. Two of the same
-    name and parameters are equal.
+    Where it is ``biased``, the cache has a bias per slot, and ``fold`` returns the new ones as well. Where it goes
+    ``into_state``, values stay: ``fold`` takes the policy's state, and the keys and values that leave all heads with a
+    mask of those that are there, and returns the new state. Two of the same name and parameters are equal.
     """
 
     name: str
-    fold: Callable[[Head], tuple[Array, ...]] = dataclasses.field(compare=False)
+    fold: Callable[..., Any] = dataclasses.field(compare=False)
     parameters: tuple[int | float, ...] = ()
     biased: bool = False
+    into_state: bool = False
 
 
 @jax.tree_util.register_dataclass
@@ -108,6 +110,9 @@ def _folded_layer[Part: Any](
     count = jnp.arange(1, 1 + (S if most is None else min(most, S)), dtype=jnp.int32)
     key, value = (jnp.where((before >= 0)[..., None], x.astype(jnp.float32), 0) for x in (wide.key, wide.value))
     slots = nth_true(gone, jnp.broadcast_to(count, (*gone.shape[:-1], len(count))))
+    if merging.into_state:
+        leaving = (jnp.take_along_axis(x, slots[..., None], axis=2, mode="fill", fill_value=0) for x in (key, value))
+        return _with_state(cache, merging.fold(here.state, *leaving, slots < S), layer)
     state, bias = jax.lax.stop_gradient(here.state), here.with_bias().entries["bias"]
     received = part_of_kind(state, Received) or Received(jnp.zeros(before.shape, jnp.float32))
     fields = Head(key, value, before, after >= 0, slots, received.attention, bias, part_of_kind(state, Queries))
@@ -129,6 +134,14 @@ def _folded_layer[Part: Any](
     if cache.paged:
         written = {name: cache.write_layer(cache.entries[name], own, layer) for name, own in written.items()}
     return dataclasses.replace(cache, entries=cache.entries | written)
+
+
+def _with_state[Part: Any](cache: Part, new: Any, layer: int | Int[Array, ""] | None) -> Part:
+    """Return a cache with a layer's new state per head."""
+    if cache.paged:
+        put = lambda whole, own: own if layer is None else whole.at[layer].set(own)  # noqa: E731
+        new = map_state(lambda whole, own: whole, put, cache.state, new)
+    return dataclasses.replace(cache, state=new)
 
 
 def most_similar(head: Head, similarity: float) -> tuple[Float[Array, "S D"], Bool[Array, "S"]]:

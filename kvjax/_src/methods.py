@@ -14,7 +14,7 @@ from kvjax._src.chains import chain, register
 from kvjax._src.policy import Moments, Policy
 from kvjax._src.scores import h2o, kvzip, snapkv, zap
 from kvjax._src.scores_of_last_queries import defensive
-from kvjax._src.transforms import chunks, critical, merge, protect
+from kvjax._src.transforms import chunks, critical, merge, moments, protect
 
 
 def _method(name: str, made_of: Policy, published: Moments | None = None) -> Policy:
@@ -161,6 +161,31 @@ def d2o(*, similarity: float = 0.0) -> Policy:
     """
     published = Moments("prompt", 1, "arXiv 2406.13035, its authors' code: once behind the prompt, then at every step")
     return _method("d2o", chain(h2o(), merge(similarity=similarity)) @ allocation.d2o(), published)
+
+
+@register
+def momentkv(
+    *, window: int = 32, kernel: int = 5, pooling: Literal["avg", "max"] = "avg", size: int = 4, sinks: int = 1
+) -> Policy:
+    """Let SnapKV and the moments of evicted tokens choose, and the moments stand in (MomentKV, arXiv 2606.01563).
+
+    It is ``snapkv+chunks(size=4)+moments+protect(sinks=1)@adakv``: as published a window of 32, the first token always,
+    scores of 4 neighbours together, slots divided by attention within a layer. The pooling is :func:`kvjax.snapkv`'s.
+    How it was read stands in NOTES.md: neither its full text nor its code was at hand.
+
+    Args:
+        window, kernel, pooling: see :func:`kvjax.snapkv`.
+        size: how many neighbouring tokens have one score before their residuals.
+        sinks: how many first tokens always stay.
+
+    Example:
+        >>> import kvjax
+        >>> kvjax.momentkv().allocation.name, kvjax.protected("momentkv", 128)
+        ('adakv', (1, 32))
+    """
+    scored = snapkv(window=window, kernel=kernel, pooling=pooling)
+    links = chunks(size=size), moments(), protect(sinks=sinks)
+    return _method("momentkv", chain(scored, *links) @ allocation.adakv())
 
 
 @register

@@ -15,7 +15,8 @@ from kvjax._src.chains import no_state, register, unchanged
 from kvjax._src.checks import MOST, check_count
 from kvjax._src.matching import Queries, remembered
 from kvjax._src.merging import Merging, Received, most_similar, next_tokens, rematched
-from kvjax._src.observation import Needs, Observation
+from kvjax._src.moments import Evicted, absorbed, residuals
+from kvjax._src.observation import Context, Needs, Observation
 from kvjax._src.policy import Marked, Moments, Policy, Protection, Scores
 from kvjax._src.projection import part_of
 from kvjax._src.short_names import check_number, check_protected
@@ -245,9 +246,7 @@ def match(*, queries: int = 1024) -> Policy:
         return Queries(jnp.zeros((B, K, S, G, D), jnp.bfloat16), jnp.zeros((B, K, S), jnp.int32))
 
     def update(scores: Scores, state: Queries, o: Observation) -> tuple[Scores, Queries]:
-        c = o.context
-        if c.sliding_window is not None or c.soft_cap is not None or c.sink_logits is not None:
-            raise ValueError("'match' does not fit layers with a sliding window, a soft cap or sinks; leave it out.")
+        c = _plain("match", o.context)
         if state.spent:
             return scores, state
         at, part = o.query_position, c.reconstructed
@@ -264,6 +263,38 @@ def match(*, queries: int = 1024) -> Policy:
 
 
 @register
+def moments() -> Policy:
+    """Keep moments of the evicted tokens: what they foretell may go, and attention gets it back (arXiv 2606.01563).
+
+    Each head keeps, of the n tokens that it has evicted, the means of keys and values and their covariance S. A score,
+    which must not be negative, is multiplied by the length of the residual ``v - mean v - S k / (n sqrt(D))`` (equation
+    10), with the moments from before the eviction: of the value itself at the first one. Later queries get the output
+    ``w f + (1 - w) (mean v + S q / (n sqrt(D)))``, where f is that of the tokens that are held, of mass Z, and
+    ``w = Z / (Z + n exp(q . mean k / sqrt(D)))`` (equations 9 and 12).
+
+    The moments take ``4 (D + 1)^2`` bytes per KV head, whatever the budget. A score costs D^2 per slot; a query costs
+    its logits a second time, and in pages each head's keys are copied. It works with any allocation.
+
+    Raises:
+        ValueError: when it runs in a layer with a sliding window, a cap of its logits or sinks.
+
+    Example:
+        >>> import kvjax
+        >>> str(kvjax.parse("h2o+caote+moments"))
+        'h2o+caote+moments'
+    """
+
+    def update(scores: Scores, state: Evicted, o: Observation) -> tuple[Scores, Evicted]:
+        _plain("moments", o.context)
+        return jnp.minimum(scores * residuals(state, o)[:, :, None], jnp.finfo(jnp.float32).max), state
+
+    published = Moments("prompt", 1, "arXiv 2606.01563, algorithm 1: behind the prompt, then at every step")
+    merging = Merging("moments", absorbed, into_state=True)
+    needs = Needs(queries=True)  # whose logits the means have, so that keys must not turn
+    return Policy("moments", Evicted.none, update, needs, needs_nonnegative=True, published=published, merging=merging)
+
+
+@register
 def positions(*, kind: Positions = "compact") -> Policy:
     """Set how the cache rotates keys once tokens have been evicted; scores pass unchanged.
 
@@ -276,6 +307,13 @@ def positions(*, kind: Positions = "compact") -> Policy:
         'compact'
     """
     return Policy("positions", no_state, unchanged, positions=kind)
+
+
+def _plain(link: str, context: Context) -> Context:
+    """Return the context of a layer whose attention is softmax over all tokens."""
+    if context.sliding_window is not None or context.soft_cap is not None or context.sink_logits is not None:
+        raise ValueError(f"{link!r} does not fit layers with a sliding window, a soft cap or sinks; leave it out.")
+    return context
 
 
 def normalised(scores: Scores, o: Observation) -> Scores:

@@ -431,10 +431,11 @@ def _policy(d: _Draw, block: int, heads: tuple[int, int, int], meshed: bool, cap
     errors = name == "dropkv" or any("per='query'" in link for link in links)  # no link or allocation reads attention
     if merges:
         turned = any(link.startswith("positions") for link in links)
-        fitted = [] if meshed or capped or windowed or turned else ["match"]
+        whole = not (capped or windowed or turned)
+        fitted = (["match"] if whole and not meshed else []) + (["moments"] if whole and nonnegative else [])
         merging = d.one("merge", *fitted, *([] if errors else ["cam"]))
-        options: dict[str, Any] = dict(merge=dict(similarity=(0.0, 0.3, 0.7)), cam=dict(window=(1, 2, 5)), match={})
-        links.append(d.link(merging, **options[merging]))
+        options: dict[str, Any] = dict(merge=dict(similarity=(0.0, 0.3, 0.7)), cam=dict(window=(1, 2, 5)))
+        links.append(d.link(merging, **options.get(merging, {})))
     chain = "+".join([base, *links])
     caps = (None, 1.0, 1.5, 3)
     allocations = {"pyramid": dict(beta=(1, 2.0, 20.0))}

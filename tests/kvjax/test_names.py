@@ -24,7 +24,7 @@ BASES = sorted(name for name, make in LINKS.items() if make().base and make.__mo
 EVEN = sorted(name for name in ALLOCATIONS if name not in ("headkv", "lukv", "duo"))  # which read files
 PUBLISHED = {
     **dict.fromkeys(("kvzip", "kvgrad", "zap", "gate"), "model(normalise=False)"),
-    "laprox": "model", "cake": "cake", "lava": "lava", "criticalkv": "adakv", "adakv": "adakv",
+    "laprox": "model", "cake": "cake", "lava": "lava", "criticalkv": "adakv", "adakv": "adakv", "momentkv": "adakv",
     "defensivekv": "layer", "prompted": "layer(cap=None)",
     "pyramidkv": "pyramid", "d2o": "d2o", "simlayerkv": "simlayer", "repeat": "model(normalise=False,cap=8)",
 }  # fmt: skip

@@ -18,7 +18,7 @@ from tests.kvjax import contests
 from tests.models.reference import gradients, latent
 from tests.models.reference.choices import LARGEST, NEAR, SMALL, Choices
 from tests.models.reference.eight_bits import rounded
-from tests.models.reference.policies import Leaving, Policy, Seen
+from tests.models.reference.policies import Leaving, Policy, Seen, expected
 from tests.models.reference.predictor import predicted
 from tests.models.reference.rotary import inverse_frequencies, rope
 
@@ -199,6 +199,7 @@ class _Model:
         self.key = np.zeros((L, K, room, D))  # as the last block's queries met them
         self.weights: list[np.ndarray] = []
         self.errors = None if policy is None else policy.errors
+        self.corrects = policy is not None and any(link.corrects for link in policy.links)
         self.noticed: list[np.ndarray] = []  # what a policy sees of the last block: its attention, or squared changes
         self.rounding = np.zeros((L, K, room))  # what float32 may be off by in the changes
         self.inputs: list[np.ndarray] = []  # of each layer for the last block, and the last one's output
@@ -277,7 +278,10 @@ class _Model:
                 rows = np.concatenate([np.pad(before, longer), rows], axis=2)
             self.observed[layer] = rows
             self.received[layer][:, :, :P] += noticed.sum(axis=2)
-            out = np.einsum("kgtp,kpd->kgtd", weights, self.value[layer][:, :P]).reshape(-1, m, D)
+            out = np.einsum("kgtp,kpd->kgtd", weights, self.value[layer][:, :P])
+            if self.corrects:
+                out = corrected(out, scores, visible, query / math.sqrt(D), key, self.value[layer][:, :P], at)
+            out = out.reshape(-1, m, D)
             out = np.einsum("htd,hde->te", out, p["output"])
             if config.output_bias:
                 out = out + p["output_bias"]
@@ -496,6 +500,27 @@ class _Model:
             new = np.flatnonzero((merged != value).any(axis=-1))
             known = self.known[1][layer, k, new]
             self.value[layer, k, new] = rounded(merged[new], self.dtypes[1], self.choices, known)
+
+
+def corrected(
+    out: np.ndarray,
+    scores: np.ndarray,
+    visible: np.ndarray,
+    query: np.ndarray,
+    key: np.ndarray,
+    value: np.ndarray,
+    at: np.ndarray,
+) -> np.ndarray:
+    """The outputs [K, G, m, D] with the moments of the tokens from before the block that a head has evicted."""
+    out = out.copy()
+    for k in range(len(out)):
+        gone = np.flatnonzero(~visible[k, -1, : at[0]])
+        if len(gone):
+            mass = np.where(visible[k], np.exp(scores[k]), 0).sum(axis=-1)  # [G, m]
+            lost = len(gone) * np.exp(query[k] @ key[k, gone].mean(axis=0))
+            foreseen = expected(key[k, gone], value[k, gone], query[k])
+            out[k] += (lost / (mass + lost))[..., None] * (foreseen - out[k])
+    return out
 
 
 def alike(key: np.ndarray, kept: np.ndarray) -> np.ndarray:

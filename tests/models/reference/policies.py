@@ -92,6 +92,7 @@ class Link(NamedTuple):
     # The values [P, D] behind an eviction, or these and the biases [P].
     merged: Callable[[Leaving], np.ndarray | tuple[np.ndarray, np.ndarray]] | None = None
     pseudo: tuple[int, str] | None = None  # how many of the prompt's "last" or "first" tokens follow it, for a moment
+    corrects: bool = False  # whether attention counts evicted tokens by their moments
     whole: bool = False  # whether scores are whole numbers, which float32 does not round
 
 
@@ -797,6 +798,29 @@ def match() -> Link:
     return Link(merged=merged)
 
 
+def moments() -> Link:
+    """Scores times how far a value is from what those of the evicted tokens say of its key (arXiv 2606.01563)."""
+
+    def score(scores: Scores, seen: Seen) -> Scores:
+        length, D = np.zeros(seen.kept.shape), seen.key.shape[2]
+        for k, kept in enumerate(seen.kept):
+            moved = seen.value[k] - expected(seen.key[k, ~kept], seen.value[k, ~kept], seen.key[k] / math.sqrt(D))
+            length[k] = np.linalg.norm(moved, axis=-1)
+        size = np.where(seen.kept, abs(scores).max(axis=1), 0) * abs(seen.value).max()
+        seen.noise[:] = seen.noise * length + 1e-6 * size
+        return scores * length[:, None]
+
+    return Link(score, corrects=True)
+
+
+def expected(key: np.ndarray, value: np.ndarray, vectors: np.ndarray) -> np.ndarray:
+    """Attention of vectors [..., D] to tokens [n, D], if exp(x) were 1 + x around the mean logit; 0 without tokens."""
+    if not len(key):
+        return np.zeros_like(vectors)
+    logits = np.einsum("...d,nd->...n", vectors, key - key.mean(axis=0))
+    return np.einsum("...n,nd->...d", (1 + logits) / len(key), value)
+
+
 def _masses(weights: np.ndarray, bias: np.ndarray) -> np.ndarray:
     """The factors for which the mass of the chosen [n, t] is nearest 1, near 1 and with a bias within 3 of 0.
 
@@ -909,7 +933,8 @@ LINKS: dict[str, Callable[..., Link]] = {
     for make in (
         h2o, tova, snapkv, dropkv, dapq, finch, streaming, sage, laprox, cake, lava, expected_attention, butler, zap,
         kvzip, kvgrad, recency, keydiff, key_norm, q_filters, curdkv, lagkv, rkv, restkv, defensive, triattention,
-        random, normalise, pool, chunks, protect, positions, merge, cam, match, critical, caote, fast_caote,
+        random, normalise, pool, chunks, protect, positions, merge, cam, match, moments,
+        critical, caote, fast_caote,
     )
 }  # fmt: skip
 
