@@ -86,7 +86,4 @@ def _names_that_a_test_registers_end_with_it():
     before = [(dict(registry), dict(registry.sources)) for registry in registries]
     yield
     for registry, (things, sources) in zip(registries, before, strict=True):
-        registry.clear()
-        registry.update(things)
-        registry.sources.clear()
-        registry.sources.update(sources)
+        registry.added, registry.sources = things, sources

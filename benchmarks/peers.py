@@ -31,7 +31,7 @@ from benchmarks.shapes import parameter_count, shape
 from evals import command_line, evaluator, report, tasks
 from models import commands, files, fingerprints, published
 from models.commands.shared_flags import at_least, count
-from models.load import describe
+from models.loading import describe
 
 ROOT = Path(__file__).resolve().parent.parent
 WINDOW = 64  # SnapKV's window, kvpress' default

@@ -14,7 +14,7 @@ from evals.run_settings import POLICIES
 from kvjax._src.checks import check_names
 from models import commands
 from models.commands.shared_flags import MESH, add_shared_flags, mesh_of
-from models.load import describe as read_description
+from models.loading import describe as read_description
 from models.networks import Network, load_networks
 
 # Flags that may change when a run is resumed: where it writes, what it runs on, and what is compared.

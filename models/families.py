@@ -102,7 +102,7 @@ def _architectures(family: Family) -> set[tuple[str, str]]:
     return {(of, name) for of, name in (("config.json", family.architecture), ("GGUF", stored)) if name is not None}
 
 
-FAMILIES: Registry[Family] = Registry("model family", "kvjax.families", _family)
+FAMILIES: Registry[Family] = Registry("model family", "kvjax.families", _family, ("models.built_in",))
 
 
 def family_of_architecture(name: str) -> Family:

@@ -171,6 +171,9 @@ def test_no_file_names_this_machine():
     assert not found, f"absolute paths and package indexes stay out of the repository: {found}"
 
 
+PUBLIC_MODULES = ("allocation", "schedule", "sources")
+
+
 @pytest.mark.parametrize("package", ["kvjax", "models"])
 def test_each_public_function_has_an_example(package: str):
     module = importlib.import_module(package)
@@ -182,8 +185,14 @@ def test_each_public_function_has_an_example(package: str):
     assert not missing, f"no docstring with an example (>>> ...): {', '.join(f'{package}.{n}' for n in missing)}"
 
 
+@pytest.mark.parametrize(("package", "known"), [("kvjax", PUBLIC_MODULES), ("models", ("ask", "generate"))])
+def test_no_module_stands_where_a_public_name_does(package: str, known: tuple[str, ...]):
+    """Names are imported when they are used; models.ask and models.generate refuse to be imported."""
+    modules = {path.stem for path in (ROOT / package).iterdir()}
+    assert modules & set(importlib.import_module(package).__all__) == set(known)
+
+
 PAGES = [*sorted((ROOT / "docs").glob("**/*.md")), ROOT / "README.md"]
-PUBLIC_MODULES = ("allocation", "schedule", "sources")
 
 
 def test_what_is_no_public_module_of_kvjax_is_in_its_src():

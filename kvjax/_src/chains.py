@@ -266,7 +266,8 @@ def policy_of(policy: Policy | str | None) -> Policy | None:
 _HOW = "write it like 'snapkv(window=16)+caote+protect(sinks=4)' or 'h2o+caote@layer'"
 
 
-LINKS = makers("policy", "kvjax.policies", Policy)
+_BUILT_IN = "transforms scores caote scores_of_last_queries methods scores_of_generations scores_of_keys"
+LINKS = makers("policy", "kvjax.policies", Policy, tuple(f"kvjax._src.{name}" for name in _BUILT_IN.split()))
 
 
 def register(make: Callable[..., Policy]) -> Callable[..., Policy]:

@@ -12,34 +12,60 @@ it, it is refused.
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 
-class Registry[Thing](dict[str, Thing]):
-    """Things by short name. As a dictionary it has those that were added; :meth:`find` also asks installed packages.
+class Registry[Thing](Mapping[str, Thing]):
+    """Things by short name. As a mapping it has built-in and added ones; :meth:`find` also asks installed packages.
 
     Args:
         kind: what the things are, for messages: "policy".
         group: the entry-point group of other packages' things; None if they have none.
         prepare: ``prepare(name, thing)`` checks a thing and returns what is kept of it.
+        built_in: modules that add things when they are imported, which they are before anybody looks.
     """
 
     def __init__(
-        self, kind: str, group: str | None, prepare: Callable[[str, Any], Thing] = lambda name, thing: thing
+        self,
+        kind: str,
+        group: str | None,
+        prepare: Callable[[str, Any], Thing] = lambda name, thing: thing,
+        built_in: tuple[str, ...] = (),
     ) -> None:
-        super().__init__()
-        self.kind, self.group, self.prepare = kind, group, prepare
+        self.kind, self.group, self.prepare, self.built_in = kind, group, prepare, built_in
+        self.added: dict[str, Thing] = {}
         self.sources: dict[str, str] = {}
 
-    def add(self, name: str, thing: Any, *, source: str) -> None:
-        """Add a thing of a module. The same module may add it again, as a notebook does when a cell runs twice."""
+    def _known(self) -> dict[str, Thing]:
+        for module in self.built_in:
+            importlib.import_module(module)
+        return self.added
+
+    def __getitem__(self, name: str) -> Thing:
+        return self._known()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._known())
+
+    def __len__(self) -> int:
+        return len(self._known())
+
+    def add(self, name: str, thing: Any, *, source: str) -> Thing:
+        """Add a thing of a module, and return what is kept of it.
+
+        The same module may add it again, as a notebook does when a cell runs twice.
+        """
+        if source not in self.built_in:
+            self._known()
         if self.sources.get(name, source) != source:
             raise self._twice(name, self.sources[name], source)
-        self[name] = self.prepare(name, thing)
+        self.added[name] = self.prepare(name, thing)
         self.sources[name] = source
+        return self.added[name]
 
     def find(self, name: str) -> Thing | None:
         """Return the thing of this name, imported from another package if need be; None if there is none."""

@@ -14,7 +14,9 @@ from kvjax._src.checks import MOST, check_types, nearest, shown
 from kvjax._src.registry import Registry
 
 
-def makers[Made](kind: str, group: str | None, made: type[Made]) -> Registry[Callable[..., Made]]:
+def makers[Made](
+    kind: str, group: str | None, made: type[Made], built_in: tuple[str, ...] = ()
+) -> Registry[Callable[..., Made]]:
     """Return a registry of functions that make things of one kind, which short names call.
 
     Their arguments are checked, and equal ones give the same object: otherwise each call would make a new closure, and
@@ -57,13 +59,12 @@ def makers[Made](kind: str, group: str | None, made: type[Made]) -> Registry[Cal
 
         return checked
 
-    return Registry(kind, group, prepare)
+    return Registry(kind, group, prepare, built_in)
 
 
 def registered(registry: Registry[Callable[..., Any]], make: Callable[..., Any]) -> Callable[..., Any]:
     """Add a maker to a registry under its own name, and return it as it was added."""
-    registry.add(make.__name__, make, source=make.__module__)
-    return registry[make.__name__]
+    return registry.add(make.__name__, make, source=make.__module__)
 
 
 def written(make: Any, **arguments: Any) -> str:

@@ -31,7 +31,7 @@ from models import commands, hosts, selecting
 from models.asking import automatic, is_automatic
 from models.commands.shared_flags import FLAGS, RUN, add_shared_flags, count, run_settings, with_template_values
 from models.commands.terminal import REPEATED, Screen, policy_in_words, sizes_in_words
-from models.load import published_sampling
+from models.loading import published_sampling
 from models.networks import load_networks, wanted_by
 from models.prompts import kept_of
 from models.sampling import Draws, Repetition, Sampling

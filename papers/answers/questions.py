@@ -26,7 +26,7 @@ from evals import command_line, prose, sweep
 from evals.tasks import filling, pick
 from models import commands, files
 from models.commands.shared_flags import add_shared_flags, count
-from models.load import describe
+from models.loading import describe
 
 CONTENT = sweep.read(Path(__file__).with_suffix(".toml"))
 WORDINGS = [(wording["stated"], wording["asked"]) for wording in CONTENT["wordings"]]

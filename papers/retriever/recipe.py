@@ -34,9 +34,9 @@ from models.commands.shared_flags import add_shared_flags, at_least, count
 from models.config import Config, described
 from models.config_json import from_hugging_face
 from models.decoder import Decoder
-from models.load import load
+from models.loading import load
 from models.parameters import join_weights, split_weights
-from models.save import save
+from models.saving import save
 from papers.predictor import coref_task
 from papers.retriever import data
 from papers.retriever.circuit import init_parameters

@@ -51,7 +51,7 @@ def write_prompts(folder: Path) -> None:
     import models
     from evals import needle, studies, sweep
     from kvjax._src.selection import share_of_tokens
-    from models.load import describe
+    from models.loading import describe
     from models.repeating import FIRST, repeat_prompt
 
     found, (config, tokenizer) = studies.find("once"), describe("smollm2")

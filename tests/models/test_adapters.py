@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 import models
 from models import adapters, hub
 from models.config import Rope
-from models.load import load, published_sampling
+from models.loading import load, published_sampling
 from models.parameters import split_weights
 from tests.bad_input.campaign import calls
 from tests.models.make_golden import GOLDEN

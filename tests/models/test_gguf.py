@@ -27,15 +27,15 @@ from models.config import NO_ROPE, Config, Rope
 from models.folders import find_folder
 from models.gguf_config import LONG_FACTORS, SHORT_FACTORS, family_in
 from models.gguf_tensors import names_in
-from models.load import describe, published_sampling
+from models.loading import describe, published_sampling
 from models.parameters import layers_with, parameter_shapes, tensor_names
 from models.sampling import Sampling
-from models.save import _tensors as saved_tensors
+from models.saving import _tensors as saved_tensors
 from tests.bad_input.campaign import calls
 from tests.kvjax.test_registry import installed
 from tests.models import reference
 from tests.models.make_golden import GOLDEN
-from tests.models.test_load import PEAK, assert_same, parameters
+from tests.models.test_loading import PEAK, assert_same, parameters
 
 SMALL = dict(
     vocab_size=96, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2, norm_epsilon=1e-5,

@@ -16,10 +16,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import models
-from models.load import describe
+from models.loading import describe
 from tests.models.make_golden import GOLDEN
 from tests.models.test_gguf import put, refused, write
-from tests.models.test_load import assert_same, parameters
+from tests.models.test_loading import assert_same, parameters
 from tests.tiers import first
 
 # Of each layer, without their endings; "#" is the layer.

@@ -10,9 +10,9 @@ from safetensors.numpy import load_file, save_file
 
 import models
 from models.joined_experts import dequantised, put_together, taken_apart
-from models.load import describe
+from models.loading import describe
 from tests.models.make_golden import GOLDEN
-from tests.models.test_load import assert_same, parameters
+from tests.models.test_loading import assert_same, parameters
 
 
 def mxfp4(byte: int, high: bool, scale: int) -> float:

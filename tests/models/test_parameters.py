@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import models
 from models import decoder
-from models.load import load
+from models.loading import load
 from models.parameters import array_shapes, join_weights, parameter_shapes, partition, split_weights
 from tests.models import reference
 from tests.models.make_golden import GOLDEN

@@ -9,7 +9,7 @@ import pytest
 
 from models.decoder import Decoder
 from models.parameters import join_weights
-from models.save import save
+from models.saving import save
 from papers.predictor import coref_task
 from papers.retriever import data, recipe
 from papers.retriever.circuit import init_parameters

@@ -10,7 +10,7 @@ import pytest
 import models
 from models.commands import batch
 from tests.models import reference
-from tests.models.test_load import parameters
+from tests.models.test_loading import parameters
 
 PROMPTS = [f"The code of the {colour} lamp is {number}." for number, colour in enumerate(["red", "blue", "old"], 101)]
 SETTINGS = ["--rows", "2", "--policy", "h2o", "--budget", "12", "--block", "8", "--max-new-tokens", "5"]

@@ -21,7 +21,7 @@ from models.checkpoint import Tensor, in_order, part_from
 from models.config import Config
 from models.config_json import from_hugging_face
 from models.families import FAMILIES
-from models.load import load, published_sampling
+from models.loading import load, published_sampling
 from models.mesh import parse_mesh
 from models.parameters import join_weights, parameter_shapes, split_weights
 from models.sampling import Sampling
@@ -319,7 +319,7 @@ import sys
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from models.load import load
+from models.loading import load
 
 def status(key):
     return 1024 * int(next(line for line in open("/proc/self/status") if line.startswith(key + ":")).split()[1])
@@ -488,7 +488,9 @@ def test_a_family_that_does_not_fit_is_refused_in_one_sentence(tmp_path, config,
 
 
 def test_a_built_in_family_is_registered_as_another_package_s_and_its_name_is_taken(tmp_path):
-    with pytest.raises(ValueError, match=r"'llama' is in models\.built_in and in tests\.models\.test_load; rename it"):
+    with pytest.raises(
+        ValueError, match=r"'llama' is in models\.built_in and in tests\.models\.test_loading; rename it"
+    ):
         models.register_family("llama", wide)
     phi3 = FAMILIES["phi3"]
 

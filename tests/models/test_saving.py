@@ -14,7 +14,7 @@ from models.config import Rope
 from models.folders import read_config
 from tests.models import tiny
 from tests.models.reference import decoder
-from tests.models.test_load import assert_same
+from tests.models.test_loading import assert_same
 from tests.tiers import first
 
 GOLDEN = Path(__file__).parent / "golden"
