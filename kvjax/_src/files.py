@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-import jax
-
 
 def first() -> bool:
     """Return whether this is the process that prints and writes: the only one, or the first of several."""
+    import jax
+
     # A process by itself is not asked for its number: that would take hold of the devices.
     return not jax.distributed.is_initialized() or jax.process_index() == 0
 

@@ -19,11 +19,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-import jax
-
 import kvjax
 from kvjax._src import install
-from kvjax._src.checks import check_share_or_tokens
 from models import files, hosts
 from models.commands import distributed
 from models.progress import progress_bar as progress_bar
@@ -175,6 +172,8 @@ def listed(what: str, text: str, example: str) -> list[str]:
 
 def parse_budget(text: str) -> int | float:
     """Read a budget from a command line: slots per head (from 1), or a ratio of the prompt (in (0, 1])."""
+    from kvjax._src.checks import check_share_or_tokens
+
     number: Any = text
     for kind in (float, int):
         with contextlib.suppress(ValueError):
@@ -202,6 +201,8 @@ def run(command: Callable[[], None], name: str) -> int:
 
 
 def _run(command: Callable[[], None], name: str) -> int:
+    import jax
+
     try:
         command()
     except KeyboardInterrupt as error:
@@ -240,6 +241,11 @@ def call(parser: argparse.ArgumentParser, command: Callable[[Any], None], name: 
     return run(checked, name)
 
 
+def action(name: str) -> Callable[[Any], None]:
+    """Return what a command does once its flags are read, for :func:`call`: its module imports JAX, and only then."""
+    return lambda flags: importlib.import_module(f"models.commands.actions.{name}").command(flags)
+
+
 def extras_of(words: Sequence[str]) -> list[str]:
     """Return the extras that a command line needs: for its picture, and for a model in a GGUF file."""
     needs = {
@@ -270,6 +276,8 @@ def keep_compiled(chosen: str | None = None, environment: Mapping[str, str] = os
     chosen = chosen or environment.get("KVJAX_COMPILATION_CACHE", "")
     if chosen == "off" or environment.get("JAX_COMPILATION_CACHE_DIR"):
         return None
+    import jax
+
     with contextlib.suppress(OSError):  # no home, or a read-only one: nothing is kept
         folder = Path(chosen) if chosen else files.cache_folder(environment) / "programs"
         folder.mkdir(parents=True, exist_ok=True)

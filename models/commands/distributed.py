@@ -14,8 +14,6 @@ import sys
 import threading
 from typing import NoReturn
 
-import jax
-
 from models import hosts
 
 SILENCE_SECONDS = 30  # a process that has not been heard of for so long has ended; the others then end, too
@@ -41,6 +39,8 @@ def join(flags: argparse.Namespace) -> None:
         raise ValueError(f"--process-id is {number}; {processes} processes are numbered from 0.")
     elif not address.rpartition(":")[2].isdigit() or ":" not in address:
         raise ValueError(f"--coordinator is {address!r}; write it like 10.0.0.1:1234, or 'auto'.")
+    import jax
+
     _end_on_sigterm()
     try:
         jax.distributed.initialize(
@@ -84,6 +84,8 @@ def _end_on_sigterm() -> None:
 
     JAX's preemption service would catch the signal and let the process go on.
     """
+    import jax
+
     jax.config.update("jax_enable_preemption_service", False)
     reads, writes = os.pipe()
     os.set_blocking(writes, False)

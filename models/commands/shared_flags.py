@@ -8,21 +8,18 @@ import math
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, get_args
-
-import jax
-from jax.sharding import Mesh
+from typing import TYPE_CHECKING, Any
 
 import models
-from kvjax._src.quantise import check_dtypes
-from kvjax.schedule import When
 from models import commands, files, hosts
-from models.options import Options
-from models.sampling import Sampling
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
 
 HOSTS = ("coordinator", "processes", "process_id")  # those that models.commands.distributed.join reads
 MESH = ("mesh", *HOSTS)
-RUN = ("block", "max_new_tokens", *Sampling._fields, "seed", "dtype", "cache_dtype")
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+RUN = ("block", "max_new_tokens", *SAMPLING, "seed", "dtype", "cache_dtype")
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -56,6 +53,8 @@ def _seed(text: str) -> int:
 
 
 def _cache_dtype(text: str) -> str:
+    from kvjax._src.quantise import check_dtypes
+
     try:
         return str(check_dtypes(text))
     except ValueError as error:
@@ -79,7 +78,8 @@ def _template_value(text: str) -> tuple[str, Any]:
         return name, value
 
 
-# What argparse takes of each flag. A default in parentheses is that of a flag without a value.
+# What argparse takes of each flag. A default in parentheses is that of a flag without a value. The others are those of
+# models.Options, which would import JAX.
 FLAGS: dict[str, dict[str, Any]] = {
     "model": dict(
         default="retriever",
@@ -93,13 +93,13 @@ FLAGS: dict[str, dict[str, Any]] = {
         "budget)",
     ),
     "when": dict(
-        default="block", choices=get_args(When),
+        default="block", choices=("block", "prompt", "published"),
         help="when to evict: after every block, once after the prompt, or as in the policy's paper",
     ),
     "moments": dict(
         flag="--when", default="block", help="block, prompt, or published (as in each policy's paper); several by comma"
     ),
-    "block": dict(type=count, default=Options.block, help="prompt tokens per step"),
+    "block": dict(type=count, default=128, help="prompt tokens per step"),
     "evict_every": dict(
         type=at_least(0), metavar="N",
         help="during an answer, evict every N steps, 0 for never (default: 1, or the length of the policy's "
@@ -127,17 +127,17 @@ FLAGS: dict[str, dict[str, Any]] = {
         help="folders of small networks that policies and selections read, such as a scorer's for zap (default: the "
         "model's own)",
     ),
-    "sinks": dict(type=at_least(0), default=Options.sinks, help="number of first tokens that --select always reads"),
-    "max_new_tokens": dict(type=count, default=Options.max_new_tokens, help="most tokens of an answer"),
+    "sinks": dict(type=at_least(0), default=4, help="number of first tokens that --select always reads"),
+    "max_new_tokens": dict(type=count, default=64, help="most tokens of an answer"),
     "temperature": dict(
-        type=float, default=Options.temperature,
+        type=float, default=0.0,
         help="0 takes the most likely token (default: the model's published one, with its further limits, else 0)",
     ),
     "top_k": dict(type=count, help="draw from the k most likely tokens (default: all)"),
     "top_p": dict(type=float, help="draw from the fewest tokens that reach this probability (default: all)"),
     "min_p": dict(type=float, help="draw from the tokens with this share of the largest probability (default: all)"),
     "repetition_penalty": dict(
-        type=float, default=Options.repetition_penalty,
+        type=float, default=1.0,
         help="divide the logits of tokens that the text has already, 1 for none (default: as the temperature)",
     ),
     "seed": dict(type=_seed, default=0, help="random seed"),
@@ -201,7 +201,7 @@ def add_shared_flags(flags: argparse.ArgumentParser, *names: str, **changes: Any
 
 def run_settings(flags: argparse.Namespace) -> dict[str, Any]:
     """Return the flags that are arguments of :func:`models.stream`: those of an answer, without seed and dtype."""
-    names = ("block", "evict_every", "max_new_tokens", *Sampling._fields, "cache_dtype")
+    names = ("block", "evict_every", "max_new_tokens", *SAMPLING, "cache_dtype")
     return {name: getattr(flags, name) for name in names if hasattr(flags, name)}
 
 
@@ -218,6 +218,8 @@ def with_template_values(flags: argparse.Namespace, tokenizer: models.Tokenizer)
 
 def mesh_of(flags: argparse.Namespace) -> Mesh | None:
     """Return the mesh that --mesh names; without it, all devices of several processes, or None for one process."""
+    import jax
+
     named = getattr(flags, "mesh", None)  # not every evaluation has the flag
     text = f"tensor={jax.device_count()}" if named is None and hosts.several() else named
     return None if text is None else models.parse_mesh(text)

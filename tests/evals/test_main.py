@@ -45,9 +45,7 @@ def test_experiments_keep_compiled_programs_where_they_are_told(monkeypatch):
 def evaluations_that_a_test_registers_end_with_it():
     before = dict(REGISTRY), dict(REGISTRY.sources)
     yield
-    for held, stored in zip((REGISTRY, REGISTRY.sources), before, strict=True):
-        held.clear()
-        held.update(stored)
+    REGISTRY.added, REGISTRY.sources = before
 
 
 def test_a_module_s_evaluation_is_a_subcommand(tmp_path, monkeypatch, capsys):

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import warnings
-from typing import get_type_hints
+from typing import get_args, get_type_hints
 
 import jax
 import numpy as np
@@ -12,11 +12,15 @@ import pytest
 import kvjax
 import models
 from kvjax._src.chains import LINKS
-from kvjax.schedule import moments
-from models import commands, engine
+from kvjax.schedule import When, moments
+from models import asking, commands, engine
+from models.commands import ask, chat
+from models.commands.actions.chat import BUDGET, POLICY
+from models.commands.shared_flags import FLAGS, SAMPLING
 from models.options import AnswerSettings, AskSettings, EngineSettings, Options, PromptSettings
 from models.planning import overflowing, plan_run
 from models.prompts import check_prompt
+from models.sampling import Sampling
 from tests.models import reference, tiny
 from tests.models.tiny import DOCUMENT, SETTINGS, decoder
 
@@ -28,6 +32,18 @@ def test_the_keyword_arguments_are_the_fields():
     taken = [get_type_hints(settings) for settings in (PromptSettings, AnswerSettings, AskSettings, EngineSettings)]
     assert dict.fromkeys(name for settings in taken for name in settings).keys() == fields.keys()
     assert all(fields[name] == kind for settings in taken for name, kind in settings.items())
+
+
+def test_flags_have_the_defaults_of_options():
+    """They are written twice, as the modules of options import JAX."""
+    names = ("block", "sinks", "max_new_tokens", "temperature", "repetition_penalty")
+    assert [FLAGS[name]["default"] for name in names] == [getattr(Options, name) for name in names]
+    assert Sampling._fields == SAMPLING and FLAGS["when"]["choices"] == get_args(When)
+    assert ask.parser().get_default("policy") == asking.AUTO
+    own = {ask: (asking.POLICY, asking.BUDGET), chat: (POLICY, BUDGET)}
+    for command, (policy, budget) in own.items():
+        said = " ".join(command.parser().format_help().split())
+        assert f"else {policy};" in said and f"(default: {budget}; none for 'full')" in said
 
 
 def test_options_are_keyword_arguments_that_come_first():

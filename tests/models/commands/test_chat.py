@@ -19,7 +19,7 @@ import kvjax
 import models
 from benchmarks.measure import compilations
 from models.commands import chat
-from models.commands.chat import Conversation
+from models.commands.actions.chat import Conversation, _sampling, _sampling_in_words
 from models.tokenizer import Tokenizer
 from tests.models import reference
 from tests.tiers import first
@@ -245,8 +245,8 @@ def test_a_repetition_penalty_counts_the_whole_conversation(model, tmp_path):
 def test_tokens_are_drawn_as_published_but_for_the_flags(tmp_path, flags, words):
     published = {"do_sample": True, "temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
     (tmp_path / "generation_config.json").write_text(json.dumps(published))
-    sampling = chat._sampling(chat.parser().parse_args([str(tmp_path), *flags.split()]))
-    assert chat._sampling_in_words(sampling) == words
+    sampling = _sampling(chat.parser().parse_args([str(tmp_path), *flags.split()]))
+    assert _sampling_in_words(sampling) == words
 
 
 def test_an_answer_that_was_stopped_is_part_of_the_conversation(talk, tmp_path):
@@ -386,8 +386,6 @@ def test_an_interrupt_ends_the_answer_and_not_the_conversation(monkeypatch, caps
 
 
 def test_a_chat_warns_of_sums_that_never_fall(model):
-    talk = chat.Conversation(
-        model, tokenizer_of(None), policy="h2o+protect(recent=0)", budget=4, block=4, max_new_tokens=6
-    )
+    talk = Conversation(model, tokenizer_of(None), policy="h2o+protect(recent=0)", budget=4, block=4, max_new_tokens=6)
     with pytest.warns(UserWarning, match=r"'h2o\+protect\(recent=0\)' sums attention over all queries"):
         list(talk.answer("Hello"))

