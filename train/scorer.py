@@ -6,14 +6,16 @@ The loss is that of the network's kind, as published:
     scorer    KVzap's (arXiv 2601.07891): the mean squared error of the score's logarithm
     gate      Fast KVzip's (arXiv 2601.17668): the binary cross-entropy of the score
 
-The target is the score of a policy that observes the model while it repeats the row, asked to in words:
+The target is the score of a policy that observes the model while it repeats the row, asked to in words, or what answers
+to questions about a text feel:
 
     kvzip     the largest attention that a token gets from the repeated ones
-    kvgrad    the most that a loss of the repeated tokens would feel its absence, from 0 to 1 (:func:`scores_of`)
+    kvgrad    the most that a loss of the repeated tokens would feel its absence, from 0 to 1 (:func:`from_0_to_1`)
+    asked     the most that the row's answers would feel it, from 0 to 1 (train/asked.py); for data with answers
 
-A step runs the policy over its rows, as :func:`models.prefill` does, then the model once more, and computes each
-layer's loss as the layer runs. The folder --out holds NAME.safetensors and NAME.json, the last checkpoint's network,
-and what every run's has (train/loop.py).
+A step makes the target of its rows, then runs the model once more, and computes each layer's loss as the layer runs.
+The folder --out holds NAME.safetensors and NAME.json, the last checkpoint's network, and what every run's has
+(train/loop.py).
 """
 
 from __future__ import annotations
@@ -30,14 +32,15 @@ if __name__ == "__main__":  # before the other imports, so that a missing extra 
 import argparse
 import dataclasses
 import functools
+import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 import kvjax
 import models
@@ -47,19 +50,25 @@ from models import commands, hosts
 from models.config import Config
 from models.decoder import Decoder
 from models.dense import attention_in_chunks
+from models.networks import load_network, parameters_of
 from models.planning import mesh_of
 from models.repeating import asking, repeat_prompt
 from models.scorer import Kind, Scorer, ScorerConfig, logarithm
-from train import command, loop, networks
+from models.tokenizer import Tokenizer
+from train import answers, asked, command, loop, networks
 from train.text import Corpus
 
 EXAMPLES = """examples:
   python -m train.scorer --model smollm2 --data books/ --target kvzip --out scorer/
   python -m train.scorer --model smollm2 --data books/ --network gate --target kvgrad --out gate/
+  python -m train.scorer --model smollm2 --data qa.jsonl --network gate --target asked --begin gate/ --out asked/
   python -m train.scorer --model path/to/Llama-3.2-1B --data text/ --hidden 0 --out scorer/
   python -m models.generate smollm2 --policy "zap+protect(recent=128)" --networks scorer/ --budget 0.3 \\
       --prompt-file a.txt
 """
+
+
+ASKED = "asked"  # the target that is no policy's score
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,9 +85,11 @@ class Settings(loop.Settings):
 def settings_of(model: Config, words: int = 0, **changes: Any) -> Settings:
     """Return the checked settings for a model, with changes; ``words`` tokens ask it to repeat a row."""
     settings = Settings().changed(**changes)
-    policy_of_target(settings.target)
+    repeats = settings.target != ASKED
+    if repeats:
+        policy_of_target(settings.target)
     loop.check_settings(settings, model)
-    if 2 * settings.seq_len + words > model.max_positions:
+    if repeats and 2 * settings.seq_len + words > model.max_positions:
         raise ValueError(
             f"--seq-len is {settings.seq_len}; for the target {settings.target} the model repeats a row after {words} "
             f"words, in {2 * settings.seq_len + words} of its {model.max_positions} positions: give a smaller one."
@@ -103,13 +114,64 @@ def policy_of_target(target: str, prompt: RepeatPrompt = NO_WORDS) -> Policy:
     try:
         policy = kvjax.parse(target)
     except ValueError as error:
-        raise ValueError(f"--target expects kvzip or kvgrad: {error}") from None
+        raise ValueError(f"--target expects kvzip, kvgrad or asked: {error}") from None
     if policy.inherited is not None or not isinstance(policy.init(1, 1, 1, 1, 1), Repeated):
         raise ValueError(
             f"--target is {target!r}; expected a score of a text that is repeated, kvzip or kvgrad, with no link or "
-            "allocation behind it."
+            "allocation behind it, or asked."
         )
     return asking(policy @ "uniform", prompt)  # all tokens are scored, and none is evicted
+
+
+class Scored(NamedTuple):
+    """Rows with the scores that a network learns.
+
+    Attributes:
+        tokens: those of the rows.
+        score: of each token, for each KV head of each layer with attention.
+        counted: the tokens whose scores are learned.
+    """
+
+    tokens: Int[Array, "B T"]
+    score: Float[Array, "L B T K"]
+    counted: Bool[Array, "B T"]
+
+
+Target = Callable[[Any], Scored]  # of rows, on the host or on the mesh
+
+
+def target_of(model: Decoder, target: str, prompt: RepeatPrompt = NO_WORDS, begin: Scorer | None = None) -> Target:
+    """Return what scores rows of text, or for the target "asked" rows of :mod:`train.answers`.
+
+    A network that was trained before, ``begin``, forgets what it knew if it is asked alone; so its own scores count
+    half of what it is asked.
+    """
+    if target == ASKED:
+        return functools.partial(_asked, model, begin)
+    policy = policy_of_target(target, prompt)
+    projection = models.output_projection(model, policy)
+
+    def scored(rows: Int[Array, "B T"]) -> Scored:
+        B, T = rows.shape
+        counted = jnp.broadcast_to(jnp.arange(T) < T - 1, (B, T))
+        return Scored(jnp.asarray(rows), scores_of(model, rows, policy, projection), counted)
+
+    return scored
+
+
+def _asked(model: Decoder, begin: Scorer | None, rows: Int[Array, "B T"]) -> Scored:
+    fed = answers.model_batch(hosts.fetched(rows))
+    text = fed.lengths + 1 - fed.answers
+    counted = jnp.arange(rows.shape[1]) < text[:, None]
+    score = from_0_to_1(asked.felt_by_answers(model, fed.tokens, text, fed.learned), counted)
+    given = Scored(jnp.asarray(fed.tokens), score, counted)
+    return given if begin is None else given._replace(score=(score + _known(model, begin, given)) / 2)
+
+
+@jax.jit
+def _known(model: Decoder, network: Scorer, given: Scored) -> Float[Array, "L B T K"]:
+    """Return the scores that a network predicts, from 0 to 1."""
+    return run_layers(model, given.tokens, given.score, lambda layer, x, _: jnp.exp(network(layer, x)))
 
 
 def scores_of(
@@ -118,28 +180,40 @@ def scores_of(
     """Return the scores that a policy gives rows while the model repeats them, from 0 to 1.
 
     KVzip's are weights of attention. Those that a loss feels (KVgrad) have its scale, and those of KVzip+ that of
-    values: a score s becomes s / (s + c), where a tenth of the row's scores, of all layers and heads together, exceed
-    c. That keeps their order, and tells apart those next to c, where a budget of a tenth to a quarter divides them. A
-    token that a layer's sliding window hides from the repeated ones has 0. ``projection`` is
-    :func:`models.output_projection`'s, computed anew by default.
+    values: they go through :func:`from_0_to_1`. A token that a layer's sliding window hides from the repeated ones has
+    0. ``projection`` is :func:`models.output_projection`'s, computed anew by default.
     """
     (B, T), mesh = tokens.shape, mesh_of(model)
     ways = 1 if mesh is None else mesh.shape["data"]
     rows = np.resize(hosts.fetched(tokens), (-(-B // ways) * ways, T))  # some twice, so that they can be spread
     cache = models.prefill(model, rows, policy=policy, budget=T, when="prompt", projection=projection).cache
-    wanted = policy.needs.reconstruction
-    return _by_position(cache, B, T, wanted is not None and (wanted.loss is not None or wanted.input_length))
+    wanted, score = policy.needs.reconstruction, _by_position(cache, B, T)
+    unbounded = wanted is not None and (wanted.loss is not None or wanted.input_length)
+    return from_0_to_1(score, jnp.ones((B, T), bool)) if unbounded else score
 
 
-def _has_loss(policy: Policy) -> bool:
-    """Return whether a policy takes the gradient of a loss, whose scale its scores have."""
-    wanted = policy.needs.reconstruction
+def _has_gradient(target: str) -> bool:
+    """Return whether a target takes the gradient of a loss, whose scale its scores have."""
+    if target == ASKED:
+        return True
+    wanted = policy_of_target(target).needs.reconstruction
     return wanted is not None and wanted.loss is not None
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _by_position(cache: Any, B: int, T: int, unbounded: bool) -> Float[Array, "L B T K"]:
-    """Return the scores that a cache's policy has given the first B rows; ``unbounded`` ones are mapped to [0, 1]."""
+@jax.jit
+def from_0_to_1(score: Float[Array, "L B T K"], counted: Bool[Array, "B T"]) -> Float[Array, "L B T K"]:
+    """Map scores s of any scale to s / (s + c), where a tenth of a row's counted ones exceed c.
+
+    The row's scores of all layers and heads count together. The map keeps their order, and tells apart those next to c,
+    where a budget of a tenth to a quarter divides them.
+    """
+    scale = jnp.nanquantile(jnp.where(counted[..., None], score, jnp.nan), 0.9, axis=(0, 2, 3), keepdims=True)
+    return jnp.where(score > 0, score / (score + scale), 0)  # both are 0 where windows hide nine tenths
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _by_position(cache: Any, B: int, T: int) -> Float[Array, "L B T K"]:
+    """Return the scores that a cache's policy has given the first B rows."""
 
     def of_layer(layer):
         here = cache.layer(layer)
@@ -147,11 +221,7 @@ def _by_position(cache: Any, B: int, T: int, unbounded: bool) -> Float[Array, "L
         nothing = jnp.zeros((*position.shape[:2], T))
         return jnp.put_along_axis(nothing, position, here.state.score[:B], axis=-1, inplace=False, mode="drop")
 
-    score = jnp.stack([of_layer(number) for number in range(cache.heads_shape[0])]).swapaxes(2, 3)
-    if not unbounded:
-        return score
-    scale = jnp.quantile(score, 0.9, axis=(0, 2, 3), keepdims=True)
-    return jnp.where(score > 0, score / (score + scale), 0)  # both are 0 where windows hide nine tenths
+    return jnp.stack([of_layer(number) for number in range(cache.heads_shape[0])]).swapaxes(2, 3)
 
 
 def run_layers(
@@ -180,15 +250,14 @@ def run_layers(
     return found
 
 
-def loss_of(
-    model: Decoder, network: Scorer, tokens: Int[Array, "B T"], score: Float[Array, "L B T K"]
-) -> Float[Array, ""]:
-    """Return the network's loss on the scores, a mean over layers, heads and all tokens of a row but the last."""
+def loss_of(model: Decoder, network: Scorer, given: Scored) -> Float[Array, ""]:
+    """Return the network's loss on the scores, a mean over layers, heads and the tokens that count."""
+    counted = given.counted[..., None]
 
     def of_layer(layer, x, score):
-        return jnp.mean(network.loss(layer, x, score)[:, :-1])
+        return jnp.mean(network.loss(layer, x, score), where=counted)
 
-    return jnp.mean(run_layers(model, tokens, score, of_layer))
+    return jnp.mean(run_layers(model, given.tokens, given.score, of_layer))
 
 
 def measure(
@@ -196,20 +265,20 @@ def measure(
     network: Scorer,
     rows: Int[np.ndarray, "R T"],
     budget: float,
-    policy: Policy,
+    target: Target,
 ) -> dict[str, Float[np.ndarray, "layers"]]:
-    """Measure a network on held-out rows, for each layer: means over rows and heads.
+    """Measure a network on held-out rows, for each layer: means over rows and heads, of the tokens that count.
 
     ``error`` is the mean squared error of the logarithm of the score. ``explained`` is the share of the logarithms'
     variance over a head's tokens that is explained (R squared). ``hit_rate`` is the share of the best tokens by the
     target that are also among the best by the network, where a head keeps the share ``budget`` of its tokens.
     """
-    projection = models.output_projection(model, policy)
     made = []
     for row in rows:
-        own = scores_of(model, row[None], policy, projection)
-        both = jax.tree.map(hosts.fetched, _predicted_and_true(model, network, row[None], own))
-        predicted, true = (np.asarray(x, np.float64)[:, 0, :-1] for x in both)  # [L, T - 1, K]
+        own = target(row[None])
+        both = jax.tree.map(hosts.fetched, _predicted_and_true(model, network, own))
+        counted = hosts.fetched(own.counted)[0]
+        predicted, true = (np.asarray(x, np.float64)[:, 0, counted] for x in both)  # [L, counted, K]
         error = (predicted - true) ** 2
         spread = np.maximum(((true - true.mean(axis=1, keepdims=True)) ** 2).mean(axis=1), 1e-12)
         kept = max(round(budget * true.shape[1]), 1)
@@ -229,23 +298,23 @@ def measure(
 
 
 @jax.jit
-def _predicted_and_true(model, network, tokens, score):
+def _predicted_and_true(model, network, given):
     def both(layer, x, score):
         return network.predict(layer, x).score, logarithm(score)
 
-    return run_layers(model, tokens, score, both)
+    return run_layers(model, given.tokens, given.score, both)
 
 
 @jax.jit
-def mean_logarithms(model: Decoder, tokens: Int[Array, "B T"], score: Float[Array, "L B T K"]) -> Float[Array, "L K"]:
-    """Return the mean logarithm of the scores of rows, for each head of each layer."""
-    return run_layers(model, tokens, score, lambda layer, x, score: jnp.mean(logarithm(score), axis=(0, 1)))
+def mean_logarithms(given: Scored) -> Float[Array, "L K"]:
+    """Return the mean logarithm of the scores that count, for each head of each layer."""
+    return jnp.mean(logarithm(given.score), axis=(1, 2), where=given.counted[None, ..., None])
 
 
 def train(
     folder: str | Path,
     model: Decoder,
-    config: ScorerConfig,
+    network: ScorerConfig | Scorer,
     corpus: Corpus,
     settings: Settings,
     *,
@@ -256,7 +325,7 @@ def train(
     """Train a scorer, from the newest whole checkpoint in ``folder`` if there is one and ``options.resume`` is true.
 
     Args:
-        config: the network's shape.
+        network: its shape, or a network that is trained further (:func:`target_of`).
         prompt: asks the model to repeat a row; see :func:`policy_of_target`.
         budget: the share of its tokens that a head keeps, for the hit rate.
         folder, model, corpus, settings, options: see :func:`train.loop.run`, also for the errors.
@@ -267,36 +336,40 @@ def train(
     Raises:
         ValueError: the budget is not in (0, 1], or the target takes a gradient on several devices.
     """
-    policy = policy_of_target(settings.target, prompt)
-    if _has_loss(policy) and options.mesh is not None and options.mesh.size > 1:
+    if _has_gradient(settings.target) and options.mesh is not None and options.mesh.size > 1:
         raise ValueError(
             f"--target is {settings.target!r}, which takes the gradient of a loss on one device, but --mesh has "
             f"{options.mesh.size}: leave --mesh out, or give another target, such as kvzip."
         )
-    projection = models.output_projection(model, policy)
+    begin, config = (network, network.config) if isinstance(network, Scorer) else (None, network)
+    target = target_of(model, settings.target, prompt, begin)
 
-    def with_scores(rows: Any) -> tuple[Any, Array]:
-        return rows, scores_of(model, rows, policy, projection)
-
-    def begin() -> dict[str, np.ndarray]:
-        """Return the bias with which each head predicts the mean logarithm of its scores in a row."""
+    def first() -> dict[str, np.ndarray]:
+        """Return a network's parameters, or the bias with which each head predicts its mean logarithm in a row."""
+        if begin is not None:
+            return {name: np.asarray(hosts.fetched(array), np.float32) for name, array in parameters_of(begin).items()}
         if config.kind == "gate":
             return {}
         row, _ = next(corpus.rows(None))
-        return {"output_bias": np.asarray(hosts.fetched(mean_logarithms(model, *with_scores(row[None]))))}
+        return {"output_bias": np.asarray(hosts.fetched(mean_logarithms(target(row[None]))))}
 
     def measured(scorer: Scorer) -> dict[str, np.ndarray]:
-        return measure(model, scorer, corpus.held_out, budget, policy)
+        return measure(model, scorer, corpus.held_out, budget, target)
 
     objective = networks.Objective(
-        begin=begin,
-        given=with_scores,
-        loss=lambda model, scorer, given, key: loss_of(model, scorer, *given),
+        begin=first,
+        given=target,
+        loss=lambda model, scorer, given, key: loss_of(model, scorer, given),
         measure=measured,
         compare=lambda scorer: (measured(scorer), {}),
-        described={"words": prompt._asdict()},
+        described={"words": prompt._asdict(), "begins with": None if begin is None else _digest(begin)},
     )
     return networks.train(folder, model, config, corpus, settings, objective, budget=budget, options=options)
+
+
+def _digest(network: Scorer) -> str:
+    arrays = parameters_of(network)
+    return f"{zlib.crc32(b''.join(np.asarray(arrays[name]).tobytes() for name in sorted(arrays))):08x}"
 
 
 # The command.
@@ -326,7 +399,8 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument(
         "--network", default="scorer", choices=get_args(Kind), help="scorer (KVzap, the default) or gate (Fast KVzip)"
     )
-    flags.add_argument("--target", help="the score to predict: kvzip (the default) or kvgrad (one device)")
+    flags.add_argument("--target", help="the score to predict: kvzip (the default), kvgrad or asked (one device)")
+    flags.add_argument("--begin", type=Path, help="a folder with such a network of the model, to train further")
     flags.add_argument(
         "--hidden", type=at_least(0),
         help="width of a scorer's hidden layer, 0 for a linear map (default E / 8), or of a gate's keys (default 16)",
@@ -345,10 +419,27 @@ def _run(flags: argparse.Namespace) -> None:
     prompt = repeat_prompt(loaded.tokenizer)
     words = len(prompt.first) + len(prompt.suffix)
     settings = settings_of(loaded.model.config, words, **command.changes_of(flags, Settings))
-    config = ScorerConfig.of(loaded.model.config, flags.hidden, flags.network)
-    corpus = command.open_text(flags, loaded.tokenizer, settings)
+    begin = None if flags.begin is None else load_network(flags.begin, loaded.model)
+    config = ScorerConfig.of(loaded.model.config, flags.hidden, flags.network) if begin is None else begin.config
+    if not isinstance(config, ScorerConfig) or config.kind != flags.network:
+        raise ValueError(f"--begin {flags.begin} holds a {config.kind}, but --network is {flags.network}.")
+    corpus = _corpus(flags, loaded.tokenizer, settings)
     options = command.options_of(flags, loaded, "train.scorer")
     _, summary = train(
-        flags.out, loaded.model, config, corpus, settings, prompt=prompt, budget=flags.budget, options=options,
+        flags.out, loaded.model, begin or config, corpus, settings, prompt=prompt, budget=flags.budget, options=options,
     )  # fmt: skip
     command.report(flags, summary, table)
+
+
+def _corpus(flags: argparse.Namespace, tokenizer: Tokenizer, settings: Settings) -> Corpus:
+    if settings.target != ASKED:
+        return command.open_text(flags, tokenizer, settings)
+    if flags.data is None or not answers.are_answers(flags.data):
+        raise ValueError(
+            "--target asked learns from what answers feel; give --data of JSON lines with prompt and answer, such as "
+            "python -m papers questions makes."
+        )
+    return answers.open_answers(
+        flags.data, tokenizer, settings.seq_len, eval_names=flags.eval_data, eval_rows=flags.eval_rows,
+        seed=settings.seed,
+    )  # fmt: skip
