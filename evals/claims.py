@@ -28,7 +28,7 @@ MARGIN = 0.05  # what "as good" and "not worse" allow, stated before the studies
 PLACE = ("evaluation", "length", "budget", "when", "question")
 Expects = Literal["better", "as good", "not worse"]
 EXPECTS = {"better": "is better than", "as good": "is as good as", "not worse": "is not worse than"}
-ENTRY = ("paper", "says", "link", "to", "policies", "over", "expects", "at", "over_at", "each", "note", "elsewhere")
+ENTRY = ("paper", "says", "link", "to", "policies", "over", "expects", "at", "over_at", "each", "elsewhere")
 
 Sample = tuple[Any, ...]
 Scores = Mapping[Sample, float]
@@ -69,7 +69,6 @@ class Claim:
     at: tuple[tuple[str, Any], ...] = ()
     over_at: tuple[tuple[str, Any], ...] = ()
     each: tuple[str, ...] = ("question", "when")
-    note: str = ""
     elsewhere: str = ""
 
 
@@ -142,6 +141,8 @@ def _of_entry(entry: Mapping[str, Any], names: Mapping[str, str]) -> list[Claim]
     expects = entry.get("expects", "better")
     check_names("expectation of a claim", expects, EXPECTS)
     called = lambda policy: names.get(full_name(policy), policy)  # noqa: E731
+    budgets = [entry.get(name, {}).get("budget") for name in ("at", "over_at")]
+    share, other_share = ("" if None in budgets else f" with {100 * budget:g}%" for budget in budgets)
     pairs: Iterable[tuple[str, str, str]]
     if kinds[0]:
         link = entry["link"]
@@ -150,14 +151,16 @@ def _of_entry(entry: Mapping[str, Any], names: Mapping[str, str]) -> list[Claim]
         ]
     else:
         both = itertools.product(entry["policies"], entry["over"])
-        pairs = [(one, other, f"{called(one)} {EXPECTS[expects]} {called(other)}") for one, other in both]
+        pairs = [
+            (one, other, f"{called(one)}{share} {EXPECTS[expects]} {called(other)}{other_share}") for one, other in both
+        ]
     places = {name: tuple(dict(entry.get(name, {})).items()) for name in ("at", "over_at")}
     for name, place in places.items():
         check_names(f"field of a claim's {name}", list(dict(place)), PLACE)
     each = entry.get("each", Claim.each)
     check_names("field of a claim's each", each, PLACE)
-    same: dict[str, Any] = dict(says=entry.get("says", ""), expects=cast(Expects, expects), each=tuple(each), **places)
-    same |= {name: entry.get(name, "") for name in ("note", "elsewhere")}
+    same: dict[str, Any] = dict(expects=cast(Expects, expects), each=tuple(each), **places)
+    same |= {name: entry.get(name, "") for name in ("says", "elsewhere")}
     return [Claim(entry["paper"], text, full_name(policy), full_name(over), **same) for policy, over, text in pairs]
 
 

@@ -172,3 +172,8 @@ def test_a_claim_on_models_of_several_seeds_holds_if_it_does_on_each():
     assert each.alone == "holds" and each.low < one.low < one.high < each.high
     assert not_all.alone == "not shown" and not_all.low < 0 and not_all.high == 1
     assert claims.judge([claim], rows(a=0.4, b=0.5, c=0.6)[:-2], models) == []
+
+
+def test_a_claim_over_two_budgets_names_both():
+    entry = dict(paper="ours", policies=["tova"], over=["h2o"], at={"budget": 0.125}, over_at={"budget": 0.5})
+    assert [claim.text for claim in claims.read([entry])] == ["tova with 12.5% is better than h2o with 50%"]
