@@ -119,8 +119,8 @@ def ask(
         options, settings: what to keep, and how to answer; see :class:`Options`. By default at most 128 tokens of an
             answer. The policy is "auto" where neither names one: ``gate`` if a gate is given or ships for the model,
             else ``repeat``, which reads each block of the document twice (docs/how-to/choose-a-policy.md). Of questions
-            asked freely a small model answers few, whatever is kept (docs/results/single.md). A policy without a budget
-            keeps a quarter; of a short document a share is at least what the policy protects. "full" keeps all.
+            asked freely a small model answers few, whatever is kept (docs/results/questions.md). A policy without a
+            budget keeps a quarter; of a short document a share is at least what the policy protects. "full" keeps all.
             ``batch`` questions are answered at once, which takes as many copies of the cache, twice while they are
             made.
         system: the text of the system message; by default that of the template, if it has one.

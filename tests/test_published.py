@@ -15,7 +15,9 @@ def planned(content):
     found = {}
     for part in sweep.plan(content):
         flags, options = part.flags, content["tasks"][part.flags.name]
-        count = flags.depths * flags.samples * flags.asked if flags.name == "needle" else flags.samples
+        each = flags.depths * flags.asked if flags.name == "needle" else 1
+        each = flags.facts + 1 if flags.name == "questions" else each
+        count = flags.samples * each
         tasks = dict.fromkeys(options.get("tasks", [flags.name]), min(count, flags.first or count))
         for setting in part.settings:
             told = setting.fields()

@@ -56,10 +56,12 @@ class Study(NamedTuple):
 
     @property
     def asked(self) -> int:
-        """The questions of a task about each text: needles that are asked for, or facts of a generation."""
+        """The questions of a task about each text: needles that are asked for, facts of a generation, or free ones."""
         tasks = self.content.get("tasks", {})
         if "generation" in tasks:
             return int(tasks["generation"].get("facts", 5))
+        if "questions" in tasks:
+            return int(tasks["questions"].get("facts", 7)) + 1
         return int(tasks.get("needle", {}).get("asked", 1))
 
     @property
@@ -128,7 +130,7 @@ def scores_of(lines: Sequence[Mapping[str, Any]], asked: int = 1) -> Iterator[cl
     mean: answers from one cache are not independent. A text that lacks an answer is left out.
     """
     for line in lines:
-        each = asked if line["evaluation"] in ("needle", "generation") else 1
+        each = asked if line["evaluation"] in ("needle", "generation", "questions") else 1
         scores = {
             (task, i): float(np.mean([float(score) for score in of_text]))
             for task, found in line["scores"].items()
