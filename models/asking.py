@@ -209,8 +209,8 @@ def _as_read(model: Decoder, options: Options, tokenizer: Tokenizer, tokens: int
     policy, budget = checked(asked, options.budget, options.block)
     if budget is not None and (budget if isinstance(budget, float) else budget / tokens) <= FEW:
         warnings.warn(
-            f"a budget of {budget} keeps at most a tenth of this document's {tokens:,} tokens, from which policies "
-            "answer few questions that come later; give 0.25, or measure it on questions of your own.",
+            f"a budget of {budget} keeps at most a tenth of this document's {tokens:,} tokens, from which most "
+            "policies answer few questions that come later; give 0.25, or measure it on questions of your own.",
             skip_file_prefixes=_HERE,
         )
     if policy is not None and isinstance(budget, float):
