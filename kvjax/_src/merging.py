@@ -8,6 +8,7 @@ what a link remembers of a token, such as CriticalKV's norm, is that of the toke
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -44,18 +45,21 @@ class Head(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Merging:
-    """Name a way of merging values; ``fold`` returns a head's new values, and which slots they are new in.
+    """Name a way of merging what leaves: into the values that stay, or into the policy's state.
 
-    Where it is ``biased``, the cache has a bias per slot, and ``fold`` returns the new ones as well. Where it goes
-    ``into_state``, values stay: ``fold`` takes the policy's state, and the keys and values that leave all heads with a
-    mask of those that are there, and returns the new state. Two of the same name and parameters are equal.
+    Two of the same name and parameters are equal.
+
+    Attributes:
+        fold: returns a head's new values, and which slots they are new in; None where values stay.
+        biased: whether the cache has a bias per slot, of which ``fold`` returns the new ones as well.
+        absorb: (state, keys and values that leave all heads, which of them are there) -> the new state.
     """
 
     name: str
-    fold: Callable[..., Any] = dataclasses.field(compare=False)
+    fold: Callable[[Head], tuple[Array, ...]] | None = dataclasses.field(default=None, compare=False)
     parameters: tuple[int | float, ...] = ()
     biased: bool = False
-    into_state: bool = False
+    absorb: Callable[[Any, Array, Array, Array], Any] | None = dataclasses.field(default=None, compare=False)
 
 
 @jax.tree_util.register_dataclass
@@ -110,9 +114,11 @@ def _folded_layer[Part: Any](
     count = jnp.arange(1, 1 + (S if most is None else min(most, S)), dtype=jnp.int32)
     key, value = (jnp.where((before >= 0)[..., None], x.astype(jnp.float32), 0) for x in (wide.key, wide.value))
     slots = nth_true(gone, jnp.broadcast_to(count, (*gone.shape[:-1], len(count))))
-    if merging.into_state:
-        leaving = (jnp.take_along_axis(x, slots[..., None], axis=2, mode="fill", fill_value=0) for x in (key, value))
-        return _with_state(cache, merging.fold(here.state, *leaving, slots < S), layer)
+    if merging.absorb is not None:
+        take = functools.partial(jnp.take_along_axis, indices=slots[..., None], axis=2, mode="fill", fill_value=0)
+        cache = _with_state(cache, merging.absorb(here.state, take(key), take(value), slots < S), layer)
+    if merging.fold is None:
+        return cache
     state, bias = jax.lax.stop_gradient(here.state), here.with_bias().entries["bias"]
     received = part_of_kind(state, Received) or Received(jnp.zeros(before.shape, jnp.float32))
     fields = Head(key, value, before, after >= 0, slots, received.attention, bias, part_of_kind(state, Queries))

@@ -289,7 +289,7 @@ def moments() -> Policy:
         return jnp.minimum(scores * residuals(state, o)[:, :, None], jnp.finfo(jnp.float32).max), state
 
     published = Moments("prompt", 1, "arXiv 2606.01563, algorithm 1: behind the prompt, then at every step")
-    merging = Merging("moments", absorbed, into_state=True)
+    merging = Merging("moments", absorb=absorbed)
     needs = Needs(queries=True)  # whose logits the means have, so that keys must not turn
     return Policy("moments", Evicted.none, update, needs, needs_nonnegative=True, published=published, merging=merging)
 
