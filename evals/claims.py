@@ -142,7 +142,7 @@ def _of_entry(entry: Mapping[str, Any], names: Mapping[str, str]) -> list[Claim]
     check_names("expectation of a claim", expects, EXPECTS)
     called = lambda policy: names.get(full_name(policy), policy)  # noqa: E731
     budgets = [entry.get(name, {}).get("budget") for name in ("at", "over_at")]
-    share, other_share = ("" if None in budgets else f" with {100 * budget:g}%" for budget in budgets)
+    own, other_own = ("" if None in budgets else f" with {_in_words(budget)}" for budget in budgets)
     pairs: Iterable[tuple[str, str, str]]
     if kinds[0]:
         link = entry["link"]
@@ -152,7 +152,7 @@ def _of_entry(entry: Mapping[str, Any], names: Mapping[str, str]) -> list[Claim]
     else:
         both = itertools.product(entry["policies"], entry["over"])
         pairs = [
-            (one, other, f"{called(one)}{share} {EXPECTS[expects]} {called(other)}{other_share}") for one, other in both
+            (one, other, f"{called(one)}{own} {EXPECTS[expects]} {called(other)}{other_own}") for one, other in both
         ]
     places = {name: tuple(dict(entry.get(name, {})).items()) for name in ("at", "over_at")}
     for name, place in places.items():
@@ -162,6 +162,10 @@ def _of_entry(entry: Mapping[str, Any], names: Mapping[str, str]) -> list[Claim]
     same: dict[str, Any] = dict(expects=cast(Expects, expects), each=tuple(each), **places)
     same |= {name: entry.get(name, "") for name in ("says", "elsewhere")}
     return [Claim(entry["paper"], text, full_name(policy), full_name(over), **same) for policy, over, text in pairs]
+
+
+def _in_words(budget: float) -> str:
+    return f"{100 * budget:g}%" if isinstance(budget, float) else f"{budget} slots"
 
 
 def judge(claims: Sequence[Claim], found: Iterable[PolicyScores], models: Sequence[str]) -> list[Judgement]:

@@ -1,4 +1,4 @@
-"""What the answers to questions about a text feel: how much each of its tokens matters to them.
+"""Tells what the answers to questions about a text feel: how much each of its tokens matters to them.
 
 A row is a text, questions about it and their answers (train/answers.py). A token's score in a KV head is a product of
 its weight, the length of its value, and the length of the gradient with respect to the head's output: the largest, over

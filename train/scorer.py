@@ -32,7 +32,6 @@ if __name__ == "__main__":  # before the other imports, so that a missing extra 
 import argparse
 import dataclasses
 import functools
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -55,7 +54,7 @@ from models.planning import mesh_of
 from models.repeating import asking, repeat_prompt
 from models.scorer import Kind, Scorer, ScorerConfig, logarithm
 from models.tokenizer import Tokenizer
-from train import answers, asked, command, loop, networks
+from train import answers, asked, checkpoints, command, loop, networks
 from train.text import Corpus
 
 EXAMPLES = """examples:
@@ -342,6 +341,7 @@ def train(
             f"{options.mesh.size}: leave --mesh out, or give another target, such as kvzip."
         )
     begin, config = (network, network.config) if isinstance(network, Scorer) else (None, network)
+    began = None if begin is None else checkpoints.digest(parameters_of(begin))
     target = target_of(model, settings.target, prompt, begin)
 
     def first() -> dict[str, np.ndarray]:
@@ -362,14 +362,9 @@ def train(
         loss=lambda model, scorer, given, key: loss_of(model, scorer, given),
         measure=measured,
         compare=lambda scorer: (measured(scorer), {}),
-        described={"words": prompt._asdict(), "begins with": None if begin is None else _digest(begin)},
+        described={"words": prompt._asdict(), "begins with": began},
     )
     return networks.train(folder, model, config, corpus, settings, objective, budget=budget, options=options)
-
-
-def _digest(network: Scorer) -> str:
-    arrays = parameters_of(network)
-    return f"{zlib.crc32(b''.join(np.asarray(arrays[name]).tobytes() for name in sorted(arrays))):08x}"
 
 
 # The command.

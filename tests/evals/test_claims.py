@@ -175,5 +175,5 @@ def test_a_claim_on_models_of_several_seeds_holds_if_it_does_on_each():
 
 
 def test_a_claim_over_two_budgets_names_both():
-    entry = dict(paper="ours", policies=["tova"], over=["h2o"], at={"budget": 0.125}, over_at={"budget": 0.5})
-    assert [claim.text for claim in claims.read([entry])] == ["tova with 12.5% is better than h2o with 50%"]
+    entry = dict(paper="ours", policies=["tova"], over=["h2o"], at={"budget": 0.125}, over_at={"budget": 256})
+    assert [claim.text for claim in claims.read([entry])] == ["tova with 12.5% is better than h2o with 256 slots"]

@@ -1,4 +1,4 @@
-"""What answers feel: against the formula by hand, and what may not count."""
+"""Checks what answers feel against the formula by hand, and what may not count."""
 
 import jax
 import jax.numpy as jnp
