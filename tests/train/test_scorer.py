@@ -39,6 +39,7 @@ def run(folder, model, kind, settings=SETTINGS, **options):
     return train(folder, model, config, corpus(), settings, prompt=PROMPT, options=options)
 
 
+@matrix
 @pytest.mark.parametrize(("target", "config"), [("kvzip", SLIDING), ("kvgrad", CONFIG)])
 def test_the_target_is_the_score_of_the_policy(target, config):
     model, tokens = decoder(config), np.random.default_rng(0).integers(0, 64, (2, 17))  # in buffers of 18
