@@ -53,7 +53,7 @@ if TYPE_CHECKING:
         tova,
         zap,
     )
-    from kvjax._src.scores_of_generations import rkv, triattention
+    from kvjax._src.scores_of_generations import rkv, triattention, trimkv
     from kvjax._src.scores_of_keys import curdkv, key_norm, keydiff, lagkv, q_filters
     from kvjax._src.scores_of_last_queries import defensive, restkv
     from kvjax._src.selection import select, selected_mask
@@ -193,6 +193,7 @@ __all__ = [
     "streaming",
     "tova",
     "triattention",
+    "trimkv",
     "turn",
     "zap",
 ]

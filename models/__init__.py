@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from models.repeating import with_repeat_prompt
     from models.sampling import Draws
     from models.saving import save
-    from models.scorer import Scorer, ScorerConfig
+    from models.scorer import RetentionGate, Scorer, ScorerConfig
     from models.sharing import prefill_each
     from models.teacher_forcing import teacher_forced
     from models.tokenizer import Tokenizer
@@ -44,6 +44,7 @@ __all__ = [
     "NewToken",
     "Options",
     "Prefilled",
+    "RetentionGate",
     "Scorer",
     "ScorerConfig",
     "Tokenizer",

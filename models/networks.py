@@ -34,7 +34,7 @@ from models.files import to_json, warn_of_unfinished, write_files
 from models.folders import find_folder
 from models.parameters import known_dtype
 from models.published_gates import read_gate
-from models.scorer import SIZES, Scorer, ScorerConfig
+from models.scorer import SIZES, RetentionGate, Scorer, ScorerConfig
 from models.tokenizer import read_object
 
 # Fields of a model's config that do not affect what its attention reads.
@@ -43,7 +43,7 @@ INDIFFERENT = {"bos", "eos", "pad", "max_positions"}
 Network = Butler | Scorer
 Networks = Network | Sequence[Network] | None
 # By the kind in their configs, the name of their files: KIND.safetensors and KIND.json.
-NETWORKS: dict[str, Any] = {"butler": Butler, "gate": Scorer, "scorer": Scorer}
+NETWORKS: dict[str, Any] = {"butler": Butler, "gate": Scorer, "scorer": Scorer, "retention": RetentionGate}
 
 
 # Which network a run reads.

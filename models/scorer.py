@@ -1,9 +1,12 @@
 """A scorer: a small network per layer that predicts each token's retention score from its hidden state.
 
 It reads x [B, T, E], the input of the layer's attention, and predicts K numbers per token, logarithms of scores.
-There are two kinds. "scorer" is KVzap's (arXiv 2601.07891):
+There are three kinds. "scorer" is KVzap's (arXiv 2601.07891):
 
     x -> (E -> hidden, GELU) -> K, or without a hidden layer a linear map
+
+"retention" is TRIM-KV's (arXiv 2512.03324): the same with SiLU, then the logarithm of a sigmoid. It predicts what each
+later token leaves of a token's score (:class:`RetentionGate`).
 
 "gate" is Fast KVzip's (arXiv 2601.17668), where d is ``hidden``:
 
@@ -20,6 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -33,9 +37,11 @@ from kvjax._src.checks import check_count, check_fields
 from models.config import Config, check_attention
 from models.parameters import check_rngs, drawn
 
-Kind = Literal["gate", "scorer"]
+Kind = Literal["gate", "scorer", "retention"]
+HIDDEN = {"gate": 16, "retention": 512}  # as published; a scorer's is E / 8
 SMALLEST = 1e-8  # a score's logarithm is that of at least this number
 EPSILON = 1e-6  # of both norms
+KEEPS = 10.0  # the bias of a gate of retention that is not trained yet
 SIZES = ("hidden_size", "num_layers", "num_heads", "num_kv_heads")  # of the model, which a network shares
 
 
@@ -46,7 +52,7 @@ class ScorerConfig:
     Args:
         hidden_size, num_layers, num_heads, num_kv_heads: the model's E, L, N and K.
         hidden: the width of the hidden layer, 0 for a linear map; of a gate's queries and keys.
-        kind: "scorer" (KVzap) or "gate" (Fast KVzip).
+        kind: "scorer" (KVzap), "gate" (Fast KVzip) or "retention" (TRIM-KV).
         sinks: S, the sinks of each KV head of a gate; 16 as published.
 
     Example:
@@ -77,7 +83,8 @@ class ScorerConfig:
 
     @classmethod
     def of(cls, model: Config, hidden: int | None = None, kind: Kind = "scorer") -> ScorerConfig:
-        """Return the shape for a model; by default ``hidden`` is as published: E / 8, or 16 for a gate.
+        """Return the shape for a model; by default ``hidden`` is as published: E / 8, 16 for a gate, 512 for one
+        of retention.
 
         Example:
             >>> import models
@@ -85,7 +92,7 @@ class ScorerConfig:
             4
         """
         check_attention(model, f"a {kind} reads attention")
-        published = 16 if kind == "gate" else math.ceil(model.hidden_size / 8)
+        published = HIDDEN.get(kind, math.ceil(model.hidden_size / 8))
         sizes = {size: getattr(model, size) for size in SIZES}
         return cls(**sizes, hidden=published if hidden is None else hidden, kind=kind)
 
@@ -146,6 +153,8 @@ class Scorer(nnx.Module):
     def __call__(self, layer: int | Int[Array, ""], x: Float[Array, "B T E"]) -> Float[Array, "B T K"]:
         """Return the logarithms of the scores of tokens in one layer; ``x`` is the input of the layer's attention."""
         own, x = self._of_layer(layer), x.astype(jnp.float32)
+        if self.config.kind == "retention":
+            return jax.nn.log_sigmoid(_regression(own, x, jax.nn.silu))
         return _gate(own, x)[0] if self.config.kind == "gate" else _regression(own, x)
 
     def predict(
@@ -173,14 +182,43 @@ class Scorer(nnx.Module):
         }
 
 
+class RetentionGate(Scorer):
+    """Predicts the logarithm of a token's retention, for each KV head of a layer: what each later token leaves of it.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> import models
+        >>> shape = models.ScorerConfig(32, 1, 4, 2, hidden=8, kind="retention")
+        >>> gate = models.RetentionGate(shape, rngs=nnx.Rngs(0))
+        >>> gate.predict(0, jnp.ones((1, 5, 32))).retention.shape
+        (1, 5, 2)
+    """
+
+    predicts: ClassVar[frozenset[str]] = frozenset({"retention"})
+    trained_by: ClassVar[str] = "train.retention"
+
+    def predict(
+        self, layer: int | Int[Array, ""], x: Float[Array, "B T E"], said: Any = None, memory: Any = None
+    ) -> Prediction:
+        """Return the retention as a policy reads it."""
+        return Prediction(retention=self(layer, x))
+
+
 def logarithm(score: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """Return the logarithm of a score, of at least ``SMALLEST``."""
     return jnp.log(jnp.maximum(score, SMALLEST))
 
 
-def _regression(own: dict[str, Array], x: Float[Array, "B T E"]) -> Float[Array, "B T K"]:
+def _gelu(x: Array) -> Array:
+    return jax.nn.gelu(x, approximate=False)
+
+
+def _regression(
+    own: dict[str, Array], x: Float[Array, "B T E"], bent: Callable[[Array], Array] = _gelu
+) -> Float[Array, "B T K"]:
     if "input" in own:
-        x = jax.nn.gelu(x @ own["input"] + own["input_bias"][None, None], approximate=False)
+        x = bent(x @ own["input"] + own["input_bias"][None, None])
     return x @ own["output"] + own["output_bias"][None, None]
 
 
@@ -200,10 +238,14 @@ def _gate(own: dict[str, Array], x: Float[Array, "B T E"]) -> tuple[Array, Array
 
 
 def _random(key: Array | None, name: str, shape: tuple[int, ...], kind: Kind) -> Array:
-    """Draw a gate's weights as torch does those of a linear map, and its sinks near 0: equal ones would stay equal."""
+    """Draw a gate's weights as torch does those of a linear map, and its sinks near 0: equal ones would stay equal.
+
+    A gate of retention begins with small weights and a bias with which it keeps nearly all, as published.
+    """
     if key is None:
-        return jnp.full(shape, 1 if name.endswith("norm") else 0, jnp.float32)
-    if name == "sinks":
+        first = KEEPS if kind == "retention" and name == "output_bias" else float(name.endswith("norm"))
+        return jnp.full(shape, first, jnp.float32)
+    if name == "sinks" or kind == "retention":
         return 0.02 * jax.random.normal(key, shape, jnp.float32)
     bound = shape[1] ** -0.5
     if kind == "gate":

@@ -144,7 +144,7 @@ def _chosen(
     predicted = None
     if "predicted" in source.reads:
         assert carry.predicted is not None
-        own, keys, _ = carry.predicted
+        own, keys, *_ = carry.predicted
         assert own is not None and keys is not None
         predicted = sources.logits(own, keys)
     reading = sources.Reading(

@@ -33,12 +33,14 @@ class Prediction(NamedTuple):
     ``query`` and ``key``, one per query head: importance is ``query . key / sqrt(dim)``, a logit. Later blocks read the
     keys again, so a policy stores them with the tokens; a selection, which stores none, gets those of all tokens,
     ``[B, N, S, dim]``. ``score``, one per KV head: the logarithm of the token's retention score, which
-    :func:`kvjax.zap` stores.
+    :func:`kvjax.zap` stores. ``retention``, one per KV head: the logarithm of what each later token leaves of the
+    token's score, which :func:`kvjax.trimkv` stores.
     """
 
     query: Float[Array, "B T N dim"] | None = None
     key: Float[Array, "B T N dim"] | Float[Array, "B N S dim"] | None = None
     score: Float[Array, "B T K"] | None = None
+    retention: Float[Array, "B T K"] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from kvjax._src.projection import part_of
 from kvjax._src.reconstruction import Reconstruction, Repeated
 from kvjax._src.rotary import rotate, turn
 from kvjax._src.short_names import check_number, check_protected
-from kvjax._src.transforms import check_kernel, pooled, rounded, with_tokens
+from kvjax._src.transforms import check_kernel, pooled, predicted, predicted_scores, rounded, with_tokens
 
 _LARGEST_LOG = 80.0  # whose exponential, and its inverse, are far from overflow in float32
 
@@ -725,7 +725,7 @@ def butler(*, dim: int | None = None) -> Policy:
         return jnp.zeros((B, K, S, G, dim), jnp.float32)
 
     def update(_: Scores, state: Array, o: Observation) -> tuple[Scores, Array]:
-        query, keys = (_predicted(o, name, "butler") for name in ("query", "key"))
+        query, keys = (predicted(o, name, "butler") for name in ("query", "key"))
         state = _with_predicted_keys(state, o, keys)
         B, K, S, G, width = state.shape
         some = S if o.context.filled is None else min(o.context.filled, S)
@@ -774,10 +774,7 @@ def zap() -> Policy:
         return jnp.zeros((B, K, S), jnp.float32)
 
     def update(_: Scores, state: Array, o: Observation) -> tuple[Scores, Array]:
-        predicted, expected = _predicted(o, "score", "zap"), (*o.query_position.shape, o.position.shape[1])
-        if predicted.shape != expected:
-            raise ValueError(f"predicted scores {predicted.shape} do not fit: expected {expected}.")
-        score = jnp.exp(jnp.clip(predicted.astype(jnp.float32), -_LARGEST_LOG, _LARGEST_LOG))
+        score = jnp.exp(jnp.clip(predicted_scores(o, "score", "zap"), -_LARGEST_LOG, _LARGEST_LOG))
         state = with_tokens(state, o, rounded(score))
         return state[:, :, None], state
 
@@ -974,14 +971,6 @@ def _with_queries(state: Any, o: Observation, frequency: Float[Array, "rows half
         between = jnp.einsum("bkgd,bkge->bkgde", change, change * before[..., None, None] * share)
         joined.append(state[2].value + products + between)
     return tuple(HeadState(x) for x in joined)
-
-
-def _predicted(o: Observation, name: str, policy: str) -> Array:
-    """Return an array of the block's prediction, which the policy cannot do without."""
-    found = getattr(o.context.predicted, name, None)
-    if found is None:
-        raise ValueError(f"{policy!r} reads a network's {name}; hand over Context(predicted=...), or networks=.")
-    return cast(Array, found)
 
 
 def _with_predicted_keys(state: Array, o: Observation, keys: Array) -> Float[Array, "B K S G dim"]:

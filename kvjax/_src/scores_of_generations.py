@@ -1,4 +1,4 @@
-"""Base scores for generations that are longer than the cache: R-KV, TriAttention."""
+"""Base scores for generations that are longer than the cache: R-KV, TriAttention, TRIM-KV."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvjax._src.policy import Moments, Policy, Protection, Scores
 from kvjax._src.rotary import rotate
 from kvjax._src.scores_of_last_queries import LastQueries, no_queries, with_last
 from kvjax._src.short_names import check_number
-from kvjax._src.transforms import check_kernel, pooled
+from kvjax._src.transforms import check_kernel, pooled, predicted_scores, rounded, with_tokens
 
 _SLOTS = 256  # of a head's keys that are compared with all of them at a time
 _HIGH = jax.lax.Precision.HIGHEST
@@ -68,6 +68,45 @@ def rkv(*, window: int = 8, kernel: int = 7, importance: float = 0.1, threshold:
         protection=Protection(recent=window),
         base=True,
         published=Moments("prompt", 128, "arXiv 2505.24133: when the prompt is in, then when a buffer of 128 is full"),
+    )
+
+
+@register
+def trimkv() -> Policy:
+    """Score a token by what its age leaves of it, which a trained gate foresees (TRIM-KV, arXiv 2512.03324).
+
+    When a token enters, a ``models.RetentionGate`` predicts from its hidden state, for each KV head, the share beta of
+    its score that each later token leaves; later on beta^age is left. The score is the logarithm, ``age log(beta)``,
+    where the newest token is 2 tokens old, as in the authors' code: a token stays longest whose beta is nearest to 1,
+    but each token may be the one that goes. Positions must be absolute.
+
+    In that code each head has the same budget, and evicts when the prompt is in and a buffer of 128 tokens is full.
+    Where all heads of the model share their slots there, it is ``trimkv@model(normalise=False)``.
+
+    Raises:
+        ValueError: when it runs without a prediction for the block.
+
+    Example:
+        >>> import kvjax
+        >>> kvjax.trimkv().needs.predicted
+        frozenset({'retention'})
+    """
+
+    def init(B: int, K: int, G: int, S: int, D: int) -> Array:
+        return jnp.zeros((B, K, S), jnp.float32)
+
+    def update(_: Scores, state: Array, o: Observation) -> tuple[Scores, Array]:
+        state = with_tokens(state, o, rounded(predicted_scores(o, "retention", "trimkv")))
+        age = o.next_position[:, None, None] + 1 - o.position
+        return (age * state)[:, :, None], state
+
+    return Policy(
+        "trimkv",
+        init,
+        update,
+        Needs(predicted=frozenset({"retention"})),
+        base=True,
+        published=Moments("prompt", 128, "authors' code: when the prompt is in, then when a buffer of 128 is full"),
     )
 
 

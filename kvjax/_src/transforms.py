@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -398,6 +398,22 @@ def entered_slots(o: Observation) -> Int[Array, "B K T"]:
     entered = jnp.sum(o.query_position >= 0, axis=1)
     new = o.live & (o.position >= (o.next_position - entered)[:, None, None])
     return nth_true(new, jnp.broadcast_to(jnp.arange(1, T + 1), (B, K, T)))
+
+
+def predicted(o: Observation, name: str, policy: str) -> Array:
+    """Return an array of the block's prediction, which the policy cannot do without."""
+    found = getattr(o.context.predicted, name, None)
+    if found is None:
+        raise ValueError(f"{policy!r} reads a network's {name}; hand over Context(predicted=...), or networks=.")
+    return cast(Array, found)
+
+
+def predicted_scores(o: Observation, name: str, policy: str) -> Float[Array, "B T K"]:
+    """Return a number of the block's prediction for each token and KV head, in float32."""
+    found, expected = predicted(o, name, policy), (*o.query_position.shape, o.position.shape[1])
+    if found.shape != expected:
+        raise ValueError(f"predicted scores {found.shape} do not fit: expected {expected}.")
+    return found.astype(jnp.float32)
 
 
 def with_tokens(state: Float[Array, "B K S *rest"], o: Observation, new: Float[Array, "B T K *rest"]) -> Array:
