@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from models.options import Options
     from models.prompts import Prefilled
     from models.repeating import with_repeat_prompt
+    from models.restoring import load_restorer, prefill_restored
     from models.sampling import Draws
     from models.saving import save
     from models.scorer import RetentionGate, Scorer, ScorerConfig
@@ -59,11 +60,13 @@ __all__ = [
     "hidden_states",
     "load",
     "load_network",
+    "load_restorer",
     "output_projection",
     "own_network",
     "parse_mesh",
     "prefill",
     "prefill_each",
+    "prefill_restored",
     "q_filters",
     "query_centres",
     "register_family",

@@ -16,7 +16,7 @@ import numpy as np
 
 import kvjax
 import models
-from tests.models import test_gates, test_kvpress, test_kvzip
+from tests.models import make_restorekv, test_gates, test_kvpress, test_kvzip, test_restoring
 from tests.models.make_golden import GOLDEN, MODELS
 from tests.models.make_kvzip import GRADIENT, KEPT, PLUS, TINY
 from tests.models.make_smollm2_answers import overlap
@@ -61,6 +61,8 @@ def tiny() -> dict[str, Any]:
     parts["kvzip"] = [compared(*test_kvzip.kept_sets(*given)) for given in sets]
     parts["lukv"] = [compared(*test_kvpress.budgeted(kept)) for kept in test_kvpress.KEPT]
     parts["decoding"] = [compared(*test_kvpress.decoded(press)) for press in test_kvpress.DECODING]
+    asked = make_restorekv.KEPT
+    parts["restorekv"] = [compared(*test_restoring.sets(test_restoring.prefilled(kept), kept)) for kept in asked]
     for press, file in (("kvzip_plus", PLUS), ("kvgrad", GRADIENT)):
         asked = [(scope, *KEPT[file], file) for scope in test_kvzip.COMPETE]
         parts[press] = [compared(*test_kvzip.kept_sets(*given)) for given in asked]
