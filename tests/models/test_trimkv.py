@@ -60,16 +60,19 @@ def test_what_stays_is_what_the_authors_keep():
             np.testing.assert_array_equal(np.sort(position[position >= 0]), np.sort(expected))
 
 
-def test_a_model_is_read_and_answers_under_it(tmp_path):
+@pytest.mark.matrix
+def test_a_model_answers_under_it_with_the_network_of_a_folder(tmp_path):
     """The prompt by block, then a decode step that evicts, too; and the network is found in its folder."""
     shape = models.ScorerConfig.of(CONFIG, 4, "retention")
     made = {name: np.random.default_rng(1).normal(size=size).astype(np.float32) for name, size in shape.shapes.items()}
     models.save_network(tmp_path, models.RetentionGate(shape, jax.device_put(made)), decoder(), "tiny")
     gate = models.load_network(tmp_path, decoder())
     tokens = np.random.default_rng(0).integers(0, 64, (2, 40))
-    found = models.generate(
-        decoder(), tokens, policy="trimkv", budget=10, block=8, networks=gate, max_new_tokens=3, evict_every=1
-    )
-    assert found.cache.num_live.max() == 10
+    settings = dict(budget=10, block=8, max_new_tokens=3, evict_every=1)
+    found = models.generate(decoder(), tokens, policy="trimkv", networks=gate, **settings)
+    assert (np.asarray(found.cache.num_live) == 10).all()
+    found = models.generate(decoder(), tokens, policy="trimkv@model(normalise=False)", networks=gate, **settings)
+    number = np.asarray(found.cache.num_live)
+    assert number.min() < 10 < number.max() and number.mean() == 10
     with pytest.raises(ValueError, match=r"python -m train\.retention"):
-        models.generate(decoder(), tokens, policy="trimkv", budget=10, block=8, max_new_tokens=3)
+        models.generate(decoder(), tokens, policy="trimkv", **settings)
