@@ -103,9 +103,11 @@ def prefill_restored(
         >>> few = dataclasses.replace(model.config, vocab_size=3)
         >>> arrays = model.arrays() | {"embedding": model.embedding[:3]}
         >>> restorer = models.Decoder(few, arrays)  # not trained
-        >>> cache = models.prefill_restored(model, restorer, [range(40)], budget=16)
-        >>> cache.next_position.tolist(), int(cache.num_live.sum()) // cache.num_live.size
-        ([43], 16)
+        >>> cache = models.prefill_restored(
+        ...     model, restorer, [range(40)], budget=16
+        ... )
+        >>> cache.next_position.tolist(), float(cache.num_live.mean())
+        ([43], 16.0)
     """
     R = restorer.config.vocab_size
     options = options_of("prefill_restored", PromptSettings, options, settings, when="prompt", evict_every=0)
