@@ -104,7 +104,7 @@ def prefill_restored(
         >>> arrays = model.arrays() | {"embedding": model.embedding[:3]}
         >>> restorer = models.Decoder(few, arrays)  # not trained
         >>> cache = models.prefill_restored(
-        ...     model, restorer, [range(40)], budget=16
+        ...     model, restorer, [range(40)], policy="tova", budget=16, block=8
         ... )
         >>> cache.next_position.tolist(), float(cache.num_live.mean())
         ([43], 16.0)
@@ -119,6 +119,7 @@ def prefill_restored(
     whole = dataclasses.replace(options, policy=policy, budget=max(budget, *map(len, tokens)))
     cache = engine.prefill(model, tokens, lengths=lengths, options=whole).cache
     behind = np.tile(np.arange(R, dtype=np.int32), (len(tokens), 1))
-    # The restore tokens are not asked to repeat themselves: their scores do not count.
-    least = dataclasses.replace(options, policy=asking(policy, NO_WORDS), budget=budget)
+    if policy.needs.reconstruction is not None:  # the restore tokens stay whatever they score: no words ask for them
+        policy = asking(policy, NO_WORDS)
+    least = dataclasses.replace(options, policy=policy, budget=budget)
     return states.without_room(engine.prefill(restorer, behind, cache=cache, options=least).cache)

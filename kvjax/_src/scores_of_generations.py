@@ -106,7 +106,7 @@ def trimkv() -> Policy:
         update,
         Needs(predicted=frozenset({"retention"})),
         base=True,
-        published=Moments("prompt", 128, "authors' code: when the prompt is in, then when a buffer of 128 is full"),
+        published=Moments("prompt", 128, "arXiv 2512.03324, code: after the prompt, then when a buffer of 128 is full"),
     )
 
 

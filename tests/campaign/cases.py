@@ -380,6 +380,7 @@ def _policy(d: _Draw, block: int, heads: tuple[int, int, int], meshed: bool, cap
         "defensive": dict(kernel=kernel),
         "rkv": dict(kernel=kernel, importance=(0.0, 0.5, 1.0), threshold=(0.2, 0.9)),
         "triattention": {},
+        "trimkv": {},
     }
     if d.maybe(0.03):
         return "full"
@@ -403,7 +404,7 @@ def _policy(d: _Draw, block: int, heads: tuple[int, int, int], meshed: bool, cap
         always = f"lag={d.one(2, 3, 4)}"
     if always:
         base = base[:-1] + f",{always})" if base.endswith(")") else f"{base}({always})"
-    links, nonnegative = [], name not in ("keydiff", "key_norm", "q_filters", "rkv", "triattention")
+    links, nonnegative = [], name not in ("keydiff", "key_norm", "q_filters", "rkv", "triattention", "trimkv")
     for kind in d.rng.permutation(["normalise", "pool", "chunks", "critical", "caote", "protect"]):
         often = dict(normalise=0.15, pool=0.15, chunks=0.15, critical=0.15, caote=0.5, protect=0.35)
         if not d.maybe(often[kind]):

@@ -123,7 +123,7 @@ def against(
         butler = reference.butler(case.config, case.seed)
         arrays = {name: np.asarray(array, np.float64) for name, array in nnx.to_pure_dict(nnx.state(butler)).items()}
         settings["butler"] = arrays, butler.config.rope_theta
-    if case.base == "zap":
+    if case.base in ("zap", "trimkv"):
         state = nnx.to_pure_dict(nnx.state(reference.scorer(case.config, case.seed)))
         settings["scorer"] = {name: np.asarray(array, np.float64) for name, array in state.items()}
     settings |= changes
@@ -199,7 +199,7 @@ def _wrong(kept: np.ndarray, expected: np.ndarray) -> str:
 
 def networks_of(case: Case) -> Any:
     """Return the network that a case's policy reads, if it reads one."""
-    made = {"butler": reference.butler, "zap": reference.scorer}.get(case.base)
+    made = {"butler": reference.butler, "zap": reference.scorer, "trimkv": reference.retention}.get(case.base)
     return None if made is None else made(case.config, case.seed)
 
 

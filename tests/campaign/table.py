@@ -31,7 +31,7 @@ POLICIES = {
     **dict.fromkeys(
         ("expected_attention", "keydiff", "key_norm", "q_filters", "curdkv", "lagkv", "triattention"), "keys"
     ),
-    **dict.fromkeys(("butler", "zap"), "a network"),
+    **dict.fromkeys(("butler", "zap", "trimkv"), "a network"),
     **dict.fromkeys(("kvzip", "kvgrad", "dapq"), "fed again"),
     **dict.fromkeys(("streaming", "recency", "random"), "positions"),
 }

@@ -26,6 +26,7 @@ def gate(bias):
     return models.RetentionGate(shape, jax.device_put(made | {"output_bias": made["output_bias"] + bias}))
 
 
+@matrix
 def test_the_loss_of_a_gate_that_keeps_all_is_that_of_the_text_and_of_what_is_too_much():
     tokens = corpus().held_out
     found = jax.jit(retention.losses_of, static_argnums=3)(decoder(), gate(40.0), tokens, MEMORY)
@@ -39,6 +40,7 @@ def test_the_loss_of_a_gate_that_keeps_all_is_that_of_the_text_and_of_what_is_to
     np.testing.assert_allclose(found.held, 2 * [number[MEMORY:].mean()], rtol=1e-5)
 
 
+@matrix
 def test_a_gate_that_forgets_holds_what_a_geometric_series_sums_to():
     found = jax.jit(retention.losses_of, static_argnums=3)(decoder(), gate(0.0), corpus().held_out, MEMORY)
     np.testing.assert_allclose(found.held, 2 * [np.mean([2 - 0.5**n for n in range(MEMORY, T)])], rtol=1e-5)

@@ -8,12 +8,12 @@ are those of tests/kvjax/contests.py. ``latent`` has multi-head latent attention
 
 from tests.models.reference.choices import NEAR, SMALL, Choices, Near
 from tests.models.reference.decoder import Run, norm, run, softmax
-from tests.models.reference.made import butler, decoder, masked_logits, parameters, scorer
+from tests.models.reference.made import butler, decoder, masked_logits, parameters, retention, scorer
 from tests.models.reference.policies import Policy, policy
 from tests.models.reference.predictor import predicted
 from tests.models.reference.rotary import inverse_frequencies, rope
 
 __all__ = [
     "NEAR", "SMALL", "Choices", "Near", "Policy", "Run", "butler", "decoder", "inverse_frequencies", "masked_logits",
-    "norm", "parameters", "policy", "predicted", "rope", "run", "scorer", "softmax",
+    "norm", "parameters", "policy", "predicted", "retention", "rope", "run", "scorer", "softmax",
 ]  # fmt: skip

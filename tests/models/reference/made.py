@@ -13,7 +13,7 @@ from models.butler import Butler, ButlerConfig
 from models.config import Config
 from models.decoder import Decoder
 from models.parameters import join_weights, parameter_shapes
-from models.scorer import Scorer, ScorerConfig
+from models.scorer import RetentionGate, Scorer, ScorerConfig
 from tests.models.reference.rotary import inverse_frequencies
 
 
@@ -64,6 +64,12 @@ def scorer(config: Config, seed: int = 0) -> Scorer:
     random = np.random.default_rng([seed, 3])
     made = {name: random.normal(size=size).astype(np.float32) for name, size in shape.shapes.items()}
     return Scorer(shape, jax.device_put(made))
+
+
+def retention(config: Config, seed: int = 0) -> RetentionGate:
+    """A linear gate of retention, with the numbers of :func:`scorer`."""
+    shape = ScorerConfig.of(config, 0, "retention")
+    return RetentionGate(shape, {name: getattr(scorer(config, seed), name)[...] for name in shape.shapes})
 
 
 def masked_logits(weights: dict[str, Any], config: Config, tokens: Any, seen: np.ndarray) -> jax.Array:

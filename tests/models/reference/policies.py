@@ -404,6 +404,18 @@ def zap() -> Link:
     return Link(score, allocation=ONE_BUDGET)
 
 
+def trimkv() -> Link:
+    """A token's age times the logarithm of what each later token leaves, which is the sigmoid of a scorer's number."""
+
+    def score(_: Scores, seen: Seen) -> Scores:
+        fading, off = _to_12_bits(np.logaddexp(0, -seen.scored))
+        age = fading.shape[1] + 1 - np.arange(fading.shape[1])
+        seen.noise[:] = age * off
+        return -(age * fading)[:, None]
+
+    return Link(score)
+
+
 def kvzip(*, chunk: int = 2048, sinks: int = 4, visible: str = "part", normalise: bool = False) -> Link:
     """The largest attention while the model repeats its prompt, or by which lengths it is normalised."""
 
@@ -932,6 +944,7 @@ LINKS: dict[str, Callable[..., Link]] = {
     make.__name__: make
     for make in (
         h2o, tova, snapkv, dropkv, dapq, finch, streaming, sage, laprox, cake, lava, expected_attention, butler, zap,
+        trimkv,
         kvzip, kvgrad, recency, keydiff, key_norm, q_filters, curdkv, lagkv, rkv, restkv, defensive, triattention,
         random, normalise, pool, chunks, protect, positions, merge, cam, match, moments,
         critical, caote, fast_caote,
