@@ -219,6 +219,7 @@ def words(folder: Path, line: str) -> list[str]:
 FLAGS = "--model {0}/base --seq-len 48 --batch 2 --tokens 192 --block 16 --budget 16 --eval-rows 2 "
 
 
+@pytest.mark.matrix
 def test_the_command_lowers_the_loss_under_every_policy_and_its_model_loads(folder, capsys):
     line = FLAGS + "--data {0}/qa.jsonl --policy full --eval-policy full,tova --when prompt --out {0}/tuned"
     line += " --cache-dtype int8 --lora 2 --lora-on value,down --tokens 768 --lr 0.05 --eval-every 3"
