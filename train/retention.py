@@ -81,7 +81,7 @@ def settings_of(model: Config, **changes: Any) -> Settings:
 
 
 class Held(NamedTuple):
-    """What attention gives, and how many tokens each head still holds at each query."""
+    """Hold what attention gives, and how many tokens each head still holds at each query."""
 
     output: Float[Array, "B T N D"]
     number: Float[Array, "B T K"]
@@ -139,7 +139,7 @@ def fading_attention(
 
 
 class Loss(NamedTuple):
-    """The parts of the loss: the divergence from the undisturbed model, the text's, and what exceeds the memory."""
+    """Hold the parts of the loss: the divergence from the undisturbed model, the text's, and what exceeds the memory."""
 
     divergence: Float[Array, ""]
     text: Float[Array, ""]

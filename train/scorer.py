@@ -34,7 +34,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +52,7 @@ from models.dense import attention_in_chunks
 from models.networks import load_network, parameters_of
 from models.planning import mesh_of
 from models.repeating import asking, repeat_prompt
-from models.scorer import Kind, Scorer, ScorerConfig, logarithm
+from models.scorer import Scorer, ScorerConfig, logarithm
 from models.tokenizer import Tokenizer
 from train import answers, asked, checkpoints, command, loop, networks
 from train.text import Corpus
@@ -392,8 +392,9 @@ def parser() -> argparse.ArgumentParser:
         examples=EXAMPLES, out="scorer", seq_len=str(Settings().seq_len), lr=f"{Settings().lr:g}",
     )  # fmt: skip
     flags.add_argument(
-        "--network", default="scorer", choices=get_args(Kind), help="scorer (KVzap, the default) or gate (Fast KVzip)"
-    )
+        "--network", default="scorer", choices=("scorer", "gate"),
+        help="scorer (KVzap, the default) or gate (Fast KVzip)",
+    )  # fmt: skip
     flags.add_argument("--target", help="the score to predict: kvzip (the default), kvgrad or asked (one device)")
     flags.add_argument("--begin", type=Path, help="a folder with such a network of the model, to train further")
     flags.add_argument(

@@ -34,7 +34,7 @@ def prefilled(budget, **settings):
 
 
 def sets(cache, budget):
-    """What stays of the text, ours and kvpress', [L, K, T]; the restore tokens do."""
+    """Return what stays of the text, ours and kvpress', [L, K, T]; the restore tokens do."""
     T = fixture()["tokens"].size
     stays = kept(cache, T + RESTORED)[:, 0]
     assert stays[..., T:].all() and cache.next_position.tolist() == [T + RESTORED]
