@@ -139,7 +139,7 @@ def fading_attention(
 
 
 class Loss(NamedTuple):
-    """Hold the parts of the loss: the divergence from the undisturbed model, the text's, and what exceeds the memory."""
+    """Hold the parts of the loss: how far from the undisturbed model, the text's, and what exceeds the memory."""
 
     divergence: Float[Array, ""]
     text: Float[Array, ""]
