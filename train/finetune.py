@@ -53,6 +53,7 @@ from models.decoder import Decoder
 from models.tokenizer import Tokenizer
 from train import answers, command, loop, lora
 from train.loop import Parameters, State
+from train.parts import summed
 from train.text import Corpus
 
 FILES = ("model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json")
@@ -196,23 +197,12 @@ def _mean_loss(
     places: int,
 ) -> Float[Array, ""]:
     """Compute the mean loss, with the logits of ``places`` tokens per row at a time, also in its derivative."""
-    B, T, _ = hidden.shape
-    places = min(places, T)
-    parts = -(-T // places)
 
-    def cut(x: Array) -> Array:  # [B, T, ...] -> [parts, B, places, ...]
-        x = jnp.pad(x, ((0, 0), (0, parts * places - T), *((0, 0) for _ in x.shape[2:])))
-        return x.reshape(B, parts, places, *x.shape[2:]).swapaxes(0, 1)
-
-    @functools.partial(jax.checkpoint, prevent_cse=False)
-    def add(total: Array, part: tuple[Array, Array, Array]) -> tuple[Array, None]:
-        hidden, following, learned = part
+    def of_part(hidden: Array, following: Array, learned: Array) -> Array:
         losses = optax.softmax_cross_entropy_with_integer_labels(model.logits(hidden), following)
-        return total + jnp.sum(jnp.where(learned, losses, 0)), None
+        return jnp.sum(jnp.where(learned, losses, 0))
 
-    wide = jnp.promote_types(hidden.dtype, jnp.float32)
-    total, _ = jax.lax.scan(add, jnp.zeros((), wide), (cut(hidden), cut(following), cut(learned)))
-    return total / jnp.sum(learned)
+    return summed(of_part, (hidden, following, learned), places) / jnp.sum(learned)
 
 
 def held_out_loss(model: Decoder, rows: Int[np.ndarray, "R T"], settings: Settings, policy: str) -> float:

@@ -19,7 +19,6 @@ if __name__ == "__main__":  # before the other imports, so that a missing extra 
 
 import argparse
 import dataclasses
-import functools
 import math
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,6 +37,7 @@ from models.decoder import Decoder
 from models.dense import QUERIES_A_CHUNK, attention_in_chunks
 from models.scorer import RetentionGate, ScorerConfig
 from train import command, loop, networks
+from train.parts import summed
 from train.text import Corpus
 
 EXAMPLES = """examples:
@@ -180,32 +180,19 @@ def losses_of(model: Decoder, gate: RetentionGate, tokens: Int[Array, "B T"], me
 def _of_logits(
     model: Decoder, expected: Float[Array, "B T E"], found: Float[Array, "B T E"], tokens: Int[Array, "B T"]
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Return the mean divergence of predictions from expected ones, and the mean cross-entropy of the text, in nats.
+    """Return the mean divergence of predictions from expected ones, and the mean cross-entropy of the text, in nats."""
 
-    The logits of some tokens are held at a time, also in the derivative.
-    """
-    B, T = tokens.shape
-    following = jnp.roll(tokens, -1, axis=1).at[:, -1].set(-1)  # the last token has none
-    some = max(1, min(B * T, loglikelihood.LOGITS_BYTES // (8 * model.config.vocab_size)))
-    padded = -(B * T) % some
-
-    def cut(x: Array, fill: int = 0) -> Array:
-        x = x.reshape(B * T, *x.shape[2:])
-        x = jnp.pad(x, ((0, padded), *((0, 0) for _ in x.shape[1:])), constant_values=fill)
-        return x.reshape(-1, some, *x.shape[1:])
-
-    @functools.partial(jax.checkpoint, prevent_cse=False)
-    def add(total: Array, part: tuple[Array, Array, Array]) -> tuple[Array, None]:
-        expected, found, following = part
+    def of_part(expected: Array, found: Array, following: Array, counted: Array) -> tuple[Array, Array]:
         true, own = (jax.nn.log_softmax(model.logits(x)) for x in (expected, found))
         apart = jnp.sum(jnp.exp(true) * (true - own), axis=-1)
-        chosen = jnp.take_along_axis(own, jnp.maximum(following, 0)[:, None], axis=-1)[:, 0]
-        counted = following >= 0
-        return total + jnp.stack([jnp.sum(jnp.where(counted, x, 0)) for x in (apart, -chosen)]), None
+        chosen = jnp.take_along_axis(own, following[..., None], axis=-1)[..., 0]
+        return jnp.sum(jnp.where(counted, apart, 0)), -jnp.sum(jnp.where(counted, chosen, 0))
 
-    wide = jnp.promote_types(found.dtype, jnp.float32)
-    total, _ = jax.lax.scan(add, jnp.zeros(2, wide), (cut(expected), cut(found), cut(following, -1)))
-    return total[0] / (B * (T - 1)), total[1] / (B * (T - 1))
+    B, T = tokens.shape
+    given = expected[:, :-1], found[:, :-1], tokens[:, 1:], jnp.ones((B, T - 1), bool)
+    places = max(1, loglikelihood.LOGITS_BYTES // (8 * B * model.config.vocab_size))
+    divergence, text = summed(of_part, given, places)
+    return divergence / (B * (T - 1)), text / (B * (T - 1))
 
 
 def loss_of(model: Decoder, gate: RetentionGate, tokens: Int[Array, "B T"], settings: Settings) -> Float[Array, ""]:
