@@ -237,8 +237,8 @@ def output_projection(model: Decoder, policy: Policy | str | None) -> tuple[Outp
     Example:
         >>> import models
         >>> model = models.Decoder.tiny()
-        >>> [own.gram.shape for own in models.output_projection(model, "laprox")]
-        [(2, 2, 8, 8), (2, 2, 8, 8)]
+        >>> [own.joint.shape for own in models.output_projection(model, "laprox")]
+        [(2, 8, 8), (2, 8, 8)]
     """
     policy = policy_of(policy)
     if policy is None or not policy.needs.projections:

@@ -6,6 +6,7 @@ changes the layer's output by sum_g a_g v W_O^g, so scores need only W_O^g W_O^h
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -15,19 +16,20 @@ from jaxtyping import Array, Float
 
 from kvjax._src.checks import check_names
 
-KINDS = ("weight", "gram", "factor")
+KINDS = ("weight", "gram", "joint", "factor")
 
 
 class OutputProjection(NamedTuple):
     """Parts of W_O, float32 but for ``weight``; ``None`` where not asked for.
 
-    ``weight``: W_O itself. ``gram``: ``W_O^g W_O^g'`` of each query head, so ``|v W_O^g|^2 = v gram v'``. ``factor``:
-    F with ``F F' = W W'`` for the group's stacked ``W [G D, E]``, so ``|u F| = |u W|`` for any ``u [G D]``; its width
-    is ``min(G D, E)``.
+    ``weight``: W_O itself. ``gram``: ``W_O^g W_O^g'`` of each query head, so ``|v W_O^g|^2 = v gram v'``. ``joint``:
+    the same of the sum of a group's blocks, so ``|v sum_g W_O^g|^2 = v joint v'``. ``factor``: F with ``F F' = W W'``
+    for the group's stacked ``W [G D, E]``, so ``|u F| = |u W|`` for any ``u [G D]``; its width is ``min(G D, E)``.
     """
 
     weight: Float[Array, "*L K G D E"] | None = None
     gram: Float[Array, "*L K G D D"] | None = None
+    joint: Float[Array, "*L K D D"] | None = None
     factor: Float[Array, "*L K G D F"] | None = None
 
 
@@ -37,7 +39,7 @@ def output_projection(weight: Float[Array, "*L N D E"], kv_heads: int, kinds: st
     Args:
         weight: the output projection, one block ``[D, E]`` per query head.
         kv_heads: K; query head n belongs to KV head ``n // (N / K)``.
-        kinds: one name or several, of "weight", "gram", "factor"; see :class:`OutputProjection`.
+        kinds: one name or several, of "weight", "gram", "joint", "factor"; see :class:`OutputProjection`.
 
     Raises:
         ValueError: if a kind is unknown, or K does not divide the number of query heads.
@@ -56,21 +58,25 @@ def output_projection(weight: Float[Array, "*L N D E"], kv_heads: int, kinds: st
     G = N // kv_heads
     blocks = weight.reshape(*L, kv_heads, G, D, E)
     wide = blocks.astype(jnp.promote_types(weight.dtype, jnp.float32))
-    gram = factor = None
+    of_itself = functools.partial(jnp.einsum, "...de,...fe->...df", precision=jax.lax.Precision.HIGHEST)
+    gram = joint = factor = None
     if "gram" in kinds:
-        gram = jnp.einsum("...de,...fe->...df", wide, wide, precision=jax.lax.Precision.HIGHEST)
+        gram = of_itself(wide, wide)
+    if "joint" in kinds:
+        whole = jnp.sum(wide, axis=-3)
+        joint = of_itself(whole, whole)
     if "factor" in kinds:
         stacked = wide.reshape(*L, kv_heads, G * D, E)
         triangle = jnp.linalg.qr(stacked.swapaxes(-1, -2), mode="r")  # W' = Q R, so |u W| = |u R'|
         factor = triangle.swapaxes(-1, -2).reshape(*L, kv_heads, G, D, -1)
-    return OutputProjection(blocks if "weight" in kinds else None, gram, factor)
+    return OutputProjection(blocks if "weight" in kinds else None, gram, joint, factor)
 
 
 def part_of(projection: OutputProjection | None, kind: str, link: str = "caote(target='output')") -> Array:
     """Return a part of a layer's output projection, which a link cannot do without."""
     part = None if projection is None else getattr(projection, kind)
     if part is None:
-        raise ValueError(f"{link} reads the {kind} of W_O, which is missing: hand over Context(projection=...).")
+        raise ValueError(f"{link} reads W_O's {kind!r}, which is missing: hand over Context(projection=...).")
     return part
 
 

@@ -334,33 +334,34 @@ def laprox(
     window: int = 32,
     kernel: int = 7,
     target: Literal["output", "value", "attention"] = "output",
-    gqa: Literal["group", "joint", "heads"] = "group",
-    pooled: Literal["product", "attention"] = "product",
+    gqa: Literal["joint", "group", "heads"] = "joint",
+    pooled: Literal["attention", "product"] = "attention",
 ) -> Policy:
     """Let the model's tokens compete by what they add to a layer's output: attention times ``|v W_O|`` (LaProx).
 
     The paper is arXiv 2605.07234.
 
-    The score is the 2-norm of the token's column of attention over the last queries times that of ``v W_O`` (eq. 9),
-    pooled over neighbours. The window's own tokens stay, and are left out of the pooling. The whole model has one
-    budget (algorithm 2); ``laprox@uniform`` has one for each head. Window 32 and average pooling of 7 are the paper's
-    (appendix A; table 7 compares windows), "output" is its equation. It takes a group's mean attention; how the group's
-    blocks of W_O count together, and what is pooled, it leaves open: ``gqa`` and ``pooled`` offer both readings.
+    The score is the 2-norm of the token's column of attention over the last queries, pooled over neighbours, times that
+    of ``v W_O`` (eq. 9). The window's own tokens stay, and are left out of the pooling. The whole model has one budget
+    (algorithm 2); ``laprox@uniform`` has one for each head. Window 32 and average pooling of 7 are the paper's
+    (appendix A; table 7 compares windows), "output" is its equation. A group of heads has its mean attention there,
+    with which a value adds ``v sum_g W_O^g`` to the output, and attention is what it pools; ``gqa`` and ``pooled``
+    offer other readings.
 
     Args:
         window: how many of the last queries observe; decode steps are joined until there are as many.
         kernel: width of the average pooling over neighbours in position order, an odd number.
         target: what the attention is multiplied by: the value's part of the layer's "output", ``|v W_O|``; the "value"
             itself, ``|v|``; or nothing, for "attention" alone.
-        gqa: "group" takes the group's mean attention, and of its blocks of W_O the root of the sum of ``|v W_O^g|^2``;
-            "joint" takes ``|v sum_g W_O^g|`` instead, which is exact if all heads of the group have the mean attention;
-            "heads" is "group" but for the mean of the query heads' norms of attention.
-        pooled: the "product" of the two norms, or the norm of "attention" before it is multiplied.
+        gqa: "joint" takes the group's mean attention, and ``|v sum_g W_O^g|`` of its blocks of W_O; "group" takes the
+            root of the sum of ``|v W_O^g|^2`` instead; "heads" is "group" but for the mean of the query heads' norms of
+            attention.
+        pooled: the norm of "attention" before it is multiplied, or the "product" of the two norms.
 
     Example:
         >>> import kvjax
         >>> sorted(kvjax.laprox().needs.projections)
-        ['gram']
+        ['joint']
     """
     check_kernel("laprox", kernel)
 
@@ -376,7 +377,7 @@ def laprox(
             return _pooled_before((column * length)[:, :, None], o, window, kernel, "avg")
         return _pooled_before(column[:, :, None], o, window, kernel, "avg") * length[:, :, None]
 
-    projected = {"output": {"factor" if gqa == "joint" else "gram"}}.get(target, ())
+    projected = {"output": {"joint" if gqa == "joint" else "gram"}}.get(target, ())
     policy = base_score(
         "laprox",
         score,
@@ -935,13 +936,11 @@ def _pooled_before(scores: Scores, o: Observation, window: int, kernel: int, poo
 
 def _projected_length(o: Observation, joint: bool) -> Float[Array, "B K S"]:
     """Compute ``|v W_O|`` over a group's blocks: the root of the sum of their squares, or ``|v sum_g W_O^g|``."""
-    high = jax.lax.Precision.HIGHEST
-    part = part_of(o.context.projection, "factor" if joint else "gram", "laprox, unless target='value',")
-    gram = jnp.sum(part, axis=1)  # [K, D, D], or the sum of the factors
-    if joint:
-        gram = jnp.einsum("kdf,kef->kde", gram, gram, precision=high)
+    part = part_of(o.context.projection, "joint" if joint else "gram", "laprox, unless target='value',")
+    gram = part if joint else jnp.sum(part, axis=1)  # [K, D, D]
     value = o.value.astype(jnp.float32)
-    squares = jnp.sum(jnp.einsum("bksd,kde->bkse", value, gram, precision=high) * value, axis=-1)
+    image = jnp.einsum("bksd,kde->bkse", value, gram, precision=jax.lax.Precision.HIGHEST)
+    squares = jnp.sum(image * value, axis=-1)
     return jnp.sqrt(jnp.maximum(squares, 0))
 
 

@@ -352,8 +352,8 @@ def _policy(d: _Draw, block: int, heads: tuple[int, int, int], meshed: bool, cap
         "laprox": dict(
             kernel=kernel,
             target=("output", "value", "attention"),
-            gqa=("group", "joint", "heads"),
-            pooled=("product", "attention"),
+            gqa=("joint", "group", "heads"),
+            pooled=("attention", "product"),
         ),
         "cake": dict(kernel=kernel, gamma=(0.0, 5.0, 200.0)),
         "lava": dict(kernel=kernel),

@@ -44,7 +44,7 @@ def context_of(policy: kvjax.Policy) -> kvjax.Context:
     return kvjax.Context(
         layer=0,
         frequency=jnp.ones((1, D // 2)),
-        projection=kvjax.output_projection(jnp.ones((N // 2, D, E)), K // 2, ["weight", "gram", "factor"]),
+        projection=kvjax.output_projection(jnp.ones((N // 2, D, E)), K // 2, ["weight", "gram", "joint", "factor"]),
         predicted=kvjax.Prediction(*(jnp.ones((1, T, N // 2, 4)),) * 2, jnp.ones((1, T, K // 2))),
         reconstructed=copies,
         gradient=None if copies is None else jnp.ones((1, T, E)),

@@ -32,16 +32,18 @@ def test_the_factor_is_as_long_as_w_o_for_every_change_of_a_group(lead, width):
     )
 
 
-def test_the_gram_is_of_each_query_head():
+def test_the_gram_is_of_each_query_head_and_the_joint_one_of_their_sum():
     weight = draw()
     with jax.enable_x64(True):
-        gram = project(weight, ("gram",)).gram
-    np.testing.assert_allclose(gram, (weight @ weight.swapaxes(-1, -2)).reshape(K, G, D, D), rtol=1e-12)
+        made = project(weight, ("gram", "joint"))
+    np.testing.assert_allclose(made.gram, (weight @ weight.swapaxes(-1, -2)).reshape(K, G, D, D), rtol=1e-12)
+    whole = weight.reshape(K, G, D, -1).sum(axis=1)
+    np.testing.assert_allclose(made.joint, whole @ whole.swapaxes(-1, -2), rtol=1e-12)
 
 
 def test_the_weight_keeps_its_dtype_and_the_others_are_float32():
-    made = project(draw().astype(jnp.bfloat16), ("weight", "factor", "gram"))
-    assert [x.dtype for x in made] == [jnp.bfloat16, jnp.float32, jnp.float32]
+    made = project(draw().astype(jnp.bfloat16), ("weight", "factor", "gram", "joint"))
+    assert [x.dtype for x in made] == [jnp.bfloat16, jnp.float32, jnp.float32, jnp.float32]
     assert made.weight.shape == (K, G, D, 16)
 
 

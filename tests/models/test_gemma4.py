@@ -14,6 +14,7 @@ import models
 from models import engine
 from models.config import AltUp, GlobalHeads
 from models.config_json import from_hugging_face, to_hugging_face
+from models.sizes import full_cache_bytes
 from tests.models import tiny
 from tests.models.make_golden import BLOCK, GOLDEN, PROMPT, RECENT
 from tests.tiers import first
@@ -80,7 +81,7 @@ def test_a_layer_has_a_cache_of_its_own_heads_or_none(tmp_path):
     kvjax.save_cache(tmp_path / "cache", cache, policy="recency")
     loaded = kvjax.load_cache(tmp_path / "cache")
     assert jax.tree.map(np.shape, loaded) == jax.tree.map(np.shape, cache)
-    assert kvjax.cache_info(tmp_path / "cache")["full_cache_bytes"] == models.sizes.full_cache_bytes(model(), PROMPT)
+    assert kvjax.cache_info(tmp_path / "cache")["full_cache_bytes"] == full_cache_bytes(model(), PROMPT)
 
 
 def test_heads_that_a_layer_lacks_hold_nothing_and_take_no_bytes():

@@ -9,6 +9,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import models
+from models.folders import open_folder
 from models.joined_experts import dequantised, put_together, taken_apart
 from models.loading import describe
 from tests.models.make_golden import GOLDEN
@@ -89,7 +90,7 @@ def test_what_was_read_in_mxfp4_is_saved_as_numbers(folder, tmp_path):
 
 def test_a_part_of_an_expert_is_read_by_itself(folder):
     path, held, _ = folder
-    tensors = taken_apart(models.folders.open_folder(path).tensors)
+    tensors = taken_apart(open_folder(path).tensors)
     read = tensors["model.layers.0.mlp.experts.2.up_proj.weight"].read
     np.testing.assert_array_equal(read((slice(3, 9), slice(20, 41))), held["gate_up"][2, 1::2][3:9, 20:41])
 

@@ -18,6 +18,7 @@ from models import planning
 from models.config import Config, Latent, Rope, Routing
 from models.config_json import from_hugging_face
 from models.decoder import _chosen
+from models.sizes import full_cache_bytes
 from tests.models import reference, tiny
 from tests.models.make_golden import GOLDEN
 from tests.models.reference import latent
@@ -108,7 +109,7 @@ def test_the_bytes_of_a_cache_of_latents_are_those_of_its_keys():
     assert set(cache.layers[0].entries) == {"key"}
     found = kvjax.memory("h2o", rotated=4, **sizes)
     assert found.total == cache.nbytes and found.keys_values == 2 * 20 * 12 * 2
-    whole = models.sizes.full_cache_bytes(model(), 100)
+    whole = full_cache_bytes(model(), 100)
     assert whole == 100 * (12 * 4 + 4) + 4
 
 
@@ -141,8 +142,10 @@ def test_rows_on_a_mesh_and_in_a_batch_keep_what_they_keep_alone():
 
 def test_output_projections_are_those_behind_the_latents():
     whole = latent.output(CONFIG, {name: np.asarray(array, np.float64) for name, array in weights().items()})[0]
-    (found,) = models.output_projection(model(), "laprox(window=4)")
+    (found,) = models.output_projection(model(), "laprox(window=4,gqa='group')")
     np.testing.assert_allclose(found.gram[0], whole @ whole.swapaxes(1, 2), atol=1e-4)
+    (found,) = models.output_projection(model(), "laprox(window=4)")
+    np.testing.assert_allclose(found.joint[0], whole.sum(0) @ whole.sum(0).T, atol=1e-3)
 
 
 RAW = {name: json.loads((GOLDEN / name / "config.json").read_text()) for name in ("deepseek_v2", "deepseek_v3")}

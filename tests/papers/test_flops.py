@@ -10,6 +10,7 @@ import pytest
 import models
 from benchmarks import floors
 from models.butler import Butler, ButlerConfig
+from models.parameters import parameter_shapes
 from papers.__main__ import main
 from papers.predictor import flops as benchmark
 
@@ -42,7 +43,7 @@ def test_floors_are_the_arrays_that_a_step_holds():
     assert floor.logits * PREDICTOR.predicted_layers == cache.importance_key.size
     own = sum(np.prod(shape) for shape in PREDICTOR.shapes.values())
     assert floor.network == own + cache.key.size + cache.value.size
-    sizes = {name: np.prod(shape) for name, shape in models.parameters.parameter_shapes(SMALL).items()}
+    sizes = {name: np.prod(shape) for name, shape in parameter_shapes(SMALL).items()}
     keys_and_values = 2 * SMALL.num_layers * SMALL.num_kv_heads * slots * SMALL.head_dim
     assert floor.rest + SMALL.num_layers * floor.layer == sum(sizes.values()) + keys_and_values
 

@@ -302,7 +302,7 @@ def sage(*, heads: str = "group") -> Link:
 
 
 def laprox(
-    *, window: int = 32, kernel: int = 7, target: str = "output", gqa: str = "group", pooled: str = "product"
+    *, window: int = 32, kernel: int = 7, target: str = "output", gqa: str = "joint", pooled: str = "attention"
 ) -> Link:
     """|column of the window's attention| * |v W_O|, pooled; the window itself stays."""
 
