@@ -1,7 +1,7 @@
 """Policy names as kvjax before 0.3.0 wrote them, in files and results, which mean other policies now.
 
-Until then a name had an even allocation where it named none, ``h2o`` protected nothing, and the larger of two
-protections counted. Since then a paper's name stands for its published method.
+Until then a name had an even allocation where it named none, ``h2o`` protected nothing, the larger of two protections
+counted, and ``laprox`` was another reading of its paper. Since then a paper's name stands for its published method.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ def renamed(name: str) -> str:
         ('kvzip@uniform', 'kvzip+caote')
         >>> renamed("h2o"), renamed("h2o+caote+protect(recent=0.5)")
         ('h2o+protect(recent=0)', 'h2o+caote')
+        >>> renamed("laprox(kernel=5)@model")
+        "laprox(kernel=5,gqa='group',pooled='product')"
         >>> renamed("zap+protect(sinks=4,recent=0.02)@model(normalise=False)")
         'gate'
     """
@@ -61,6 +63,8 @@ def renamed(name: str) -> str:
     if not re.fullmatch(r"[a-z]\w*", base):
         return name
     links = _protecting(links, base)
+    if base == "laprox":
+        links[0] = _former_laprox(links[0])
     allocation, chain = allocation or "uniform", "+".join(links)
     chain = "gate" if chain == GATE else chain
     if allocation != INHERITED.get(base, "uniform"):
@@ -168,6 +172,14 @@ def _protecting(links: list[str], base: str) -> list[str]:
 # What base scores protected, as they still do: first tokens, and last ones.
 _SINKS = {"streaming": 4, "sage": 0.25, "expected_attention": 4, "kvzip": 4, "kvgrad": 4, "curdkv": 4, "lagkv": 4}
 _RECENT = dict.fromkeys(("snapkv", "dropkv", "dapq", "finch", "laprox", "cake", "lava"), 32) | {"rkv": 8, "sage": 0.25}
+
+
+def _former_laprox(link: str) -> str:
+    """Return today's name of a link that had other defaults."""
+    given = _arguments(link)
+    readings = {name: given.pop(name, former) for name, former in (("gqa", "group"), ("pooled", "product"))}
+    given |= {name: kind for name, kind in readings.items() if kind not in ("joint", "attention")}
+    return f"laprox({','.join(f'{name}={value!r}' for name, value in given.items())})" if given else "laprox"
 
 
 def _tokens(amount: int | float) -> float:

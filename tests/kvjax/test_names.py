@@ -121,6 +121,7 @@ def test_the_name_of_a_tuned_kernel_is_read_and_warns_once():
 
 # --- names that kvjax wrote before 0.3.0 ------------------------------------------------------------------------------
 
+FORMER_LAPROX = "laprox(gqa='group',pooled='product')"
 FORMER = {
     "kvzip": "kvzip@uniform",
     "kvzip@model(normalise=False)": "kvzip",
@@ -134,8 +135,10 @@ FORMER = {
     "zap+protect(sinks=4,recent=0.02)@model(normalise=False)": "gate",
     "zap+protect(sinks=4,recent=0.5)": "zap+protect(sinks=4,recent=0.5)@uniform",
     "kvzip+protect(sinks=4,recent=0.5)@model(normalise=False)": "kvzip+protect(recent=0.5)",
-    "laprox(kernel=13)@model": "laprox(kernel=13)",
-    "laprox@model(cap=8.0)": "laprox@model(cap=8.0)",
+    "laprox(kernel=13)@model": "laprox(kernel=13,gqa='group',pooled='product')",
+    "laprox(gqa='joint')": "laprox(pooled='product')@uniform",
+    "laprox(gqa='joint',pooled='attention')@model": "laprox",
+    "laprox@model(cap=8.0)": "laprox(gqa='group',pooled='product')@model(cap=8.0)",
     "cake@cake": "cake",
     "cake@cake(window=16)": "cake@cake(window=16)",
     "lava(window=8)@lava": "lava(window=8)",
@@ -186,7 +189,7 @@ def test_a_document_s_names_are_translated_where_a_former_kvjax_wrote_it():
     }
     today = {
         "policies": "full,h2o+protect(recent=0),butler(group='max'),kvzip",
-        "results": [{"policy": "laprox", "over": ["kvzip@uniform"], "task": "cake", "answers": {"kvzip@uniform": [1]}}],
+        "results": [{"policy": FORMER_LAPROX, "over": ["kvzip@uniform"], "task": "cake", "answers": {"kvzip@uniform": [1]}}],
         "claim": "h2o+caote has a smaller error than h2o, by block (zap)",
     }
     for version in ("0.1.0", "0.2.0", "not installed"):
