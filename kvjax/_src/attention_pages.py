@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from kernels_pallas import ColumnStatistics
 from kernels_pallas.paged_attention.api import paged_attention_unchecked
-from kvjax._src.cache import map_state, part_of_kind, within
+from kvjax._src.cache import map_state, within
 from kvjax._src.eviction import Budget, Evidence
 from kvjax._src.layer import (
     LayerBlock,
@@ -30,7 +30,7 @@ from kvjax._src.layer import (
     shares_of,
     with_scores,
 )
-from kvjax._src.moments import Evicted, corrected
+from kvjax._src.moments import corrected_in_pages
 from kvjax._src.observation import Context, Needs
 from kvjax._src.paged import PagedCache
 from kvjax._src.policy import Policy
@@ -70,13 +70,7 @@ def observe_pages(
             paged_attention_unchecked, query, **cache.attended(needs.errors == "value"), **given
         )
         out, columns = attended(lambda slots, **options: attention(position=slots, **options), cache, needs, context)
-        if part_of_kind(cache.state, Evicted) is not None:
-
-            def of_moments(head: Int[Array, ""]) -> Array:
-                mine = heads_of((out, query), 2, head)
-                return corrected(mine[0], cache.layer(layer, head), mine[1], position, context)
-
-            out = jnp.moveaxis(jax.lax.map(of_moments, jnp.arange(K)), 0, 2).reshape(out.shape)
+        out = corrected_in_pages(out, cache, layer, query, position, context)
         if policy is None:
             return out, cache, None
 

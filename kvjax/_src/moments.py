@@ -6,17 +6,22 @@ keys. For a query they give what attention to those tokens would have returned, 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kernels_pallas.paged_attention.pages import table_ends
 from kvjax._src.cache import HeadState, KVCache, floats_of, map_parts, part_of_kind
 from kvjax._src.observation import Context, Observation
+from kvjax._src.paged import PagedCache
 
-QUERIES = 16  # whose logits over all slots are held at once
+QUERIES = 16  # whose logits over a part's slots are held at once
+SLOTS = 512  # of a head in pages, which are copied at once
 einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
@@ -85,38 +90,84 @@ def corrected(
     Their mass is taken to be ``n exp(q . mean k)``, at most what it was. Without a policy that keeps moments, or before
     its first eviction, outputs stay as they are.
     """
-    evicted = jax.lax.stop_gradient(part_of_kind(here.state, Evicted))
-    if evicted is None:
-        return out
-    given = evicted, floats_of(here), query, position, context
-    return jax.lax.cond(jnp.any(evicted.number.value > 0), lambda: _corrected(out, *given), lambda: out)
+    return _corrected(out, here.state, lambda _: floats_of(here), 1, query, position, context)
 
 
-def _corrected(
+def corrected_in_pages(
     out: Float[Array, "B T N D"],
-    evicted: Evicted,
-    here: KVCache,
+    cache: PagedCache,
+    layer: int | Int[Array, ""] | None,
     query: Float[Array, "B T N D"],
     position: Int[Array, "B T"],
     context: Context,
 ) -> Float[Array, "B T N D"]:
-    (B, T, N, D), K = query.shape, here.position.shape[1]
+    """Return what :func:`corrected` does for a layer of a paged cache, of which it copies one head's pages at a time.
+
+    Heads differ in length, so a head is read in parts up to its own last page.
+    """
+    if part_of_kind(cache.state, Evicted) is None:
+        return out
+    table, (B, T, N, D) = cache.layer_table(layer), query.shape
+    K, pages = table.shape[1], min(-(-SLOTS // cache.page_size), table.shape[-1])
+    table = jnp.pad(table, ((0, 0), (0, 0), (0, -table.shape[-1] % pages)), constant_values=-1)
+
+    def of_head(head: Int[Array, ""], out: Array, query: Array) -> Array:
+        own = jax.lax.dynamic_index_in_dim(table, head, 1)  # [B, 1, M]
+
+        def part(number: Int[Array, ""]) -> KVCache:
+            held = jax.lax.dynamic_slice_in_dim(own, number * pages, pages, axis=2)
+            return floats_of(dataclasses.replace(cache, table=held, state=()).layer())
+
+        ends = -(-jnp.max(table_ends(own)) // pages)
+        return _corrected(out, cache.layer(layer, head).state, part, ends, query, position, context)
+
+    heads = (jnp.moveaxis(x.reshape(B, T, K, N // K, D), 2, 0) for x in (out, query))
+    new = jax.lax.map(lambda given: of_head(*given), (jnp.arange(K), *heads))
+    return jnp.moveaxis(new, 0, 2).reshape(out.shape)
+
+
+def _corrected(
+    out: Float[Array, "B T N D"],
+    state: Any,
+    part: Callable[[Int[Array, ""]], KVCache],
+    parts: int | Int[Array, ""],
+    query: Float[Array, "B T N D"],
+    position: Int[Array, "B T"],
+    context: Context,
+) -> Float[Array, "B T N D"]:
+    evicted = jax.lax.stop_gradient(part_of_kind(state, Evicted))
+    if evicted is None:
+        return out
+    (B, T, N, D), K = query.shape, evicted.number.value.shape[1]
+    scale = D**-0.5 if context.scale is None else context.scale
+    logits = (query.astype(jnp.float32) * scale).reshape(B, T, K, N // K, D)
+
+    def changed() -> Array:
+        mass = _mass(part(jnp.int32(0)), logits, position)
+        if not isinstance(parts, int):
+            add = lambda i, mass: jnp.logaddexp(mass, _mass(part(i), logits, position))  # noqa: E731
+            mass = jax.lax.fori_loop(1, parts, add, mass)
+        by_head = jnp.moveaxis(logits, 1, 2).reshape(B, K, -1, D)
+        count, rows = jnp.log(evicted.number.value)[:, None, :, None], (B, K, T, N // K, -1)
+        lost = count + einsum("btkgd,bkd->btkg", logits, evicted.key.value)
+        share = jnp.where(mass > -jnp.inf, jax.nn.sigmoid(lost - mass), 0)[..., None]
+        expected = jnp.moveaxis(evicted.expected(by_head).reshape(rows), 2, 1)
+        own = out.reshape(logits.shape).astype(jnp.float32)
+        return (own + share * (expected - own)).reshape(out.shape).astype(out.dtype)
+
+    return jax.lax.cond(jnp.any(evicted.number.value > 0), changed, lambda: out)
+
+
+def _mass(here: KVCache, logits: Float[Array, "B T K G D"], position: Int[Array, "B T"]) -> Float[Array, "B T K G"]:
+    """Return the logarithm of the attention that some slots get before it is normalised; queries are scaled."""
     live = here.live[:, :, None]
     key = jnp.where(here.live[..., None], here.key.astype(jnp.float32), 0)
     bias = 0 if here.bias is None else here.bias[:, :, None]
-    count = jnp.log(evicted.number.value)[..., None]
 
-    def of_query(row: tuple[Array, Array, Array]) -> Array:
-        query, at, out = row  # [B, K, G, D], [B], [B, K, G, D]
+    def of_query(row: tuple[Array, Array]) -> Array:
+        query, at = row  # [B, K, G, D], [B]
         seen = live & (here.position <= at[:, None, None])[:, :, None]
-        logits = jnp.where(seen, einsum("bkgd,bksd->bkgs", query, key) + bias, -jnp.inf)
-        mass = jax.nn.logsumexp(logits, axis=-1)
-        lost = count + einsum("bkgd,bkd->bkg", query, evicted.key.value)
-        share = jnp.where(jnp.any(seen, axis=-1), jax.nn.sigmoid(lost - mass), 0)[..., None]
-        return out + share * (evicted.expected(query) - out)
+        return jax.nn.logsumexp(einsum("bkgd,bksd->bkgs", query, key) + bias, axis=-1, where=seen)
 
-    query = query.astype(jnp.float32) * (D**-0.5 if context.scale is None else context.scale)
-    rows = (jnp.moveaxis(x.astype(jnp.float32).reshape(B, T, K, N // K, D), 1, 0) for x in (query, out))
-    query, rest = rows
-    new = jax.lax.map(of_query, (query, position.T, rest), batch_size=min(QUERIES, T))
-    return jnp.moveaxis(new, 0, 1).reshape(out.shape).astype(out.dtype)
+    rows = jnp.moveaxis(logits, 1, 0), position.T
+    return jnp.moveaxis(jax.lax.map(of_query, rows, batch_size=min(QUERIES, position.shape[1])), 0, 1)

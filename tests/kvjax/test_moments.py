@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax._src import moments
 from tests.kvjax.blocks import empty
 from tests.tiers import matrix
 
@@ -50,7 +51,8 @@ def paged():
 
 
 @pytest.mark.parametrize("pages", [False, pytest.param(True, marks=matrix)])
-def test_attention_and_eviction_are_those_of_the_sums_over_what_was_evicted(pages):
+def test_attention_and_eviction_are_those_of_the_sums_over_what_was_evicted(pages, monkeypatch):
+    monkeypatch.setattr(moments, "SLOTS", 4)  # so that a head in pages is read in two parts
     policy = kvjax.parse("h2o+moments+protect(recent=1)")
     cache, heads = paged() if pages else empty(policy, **SIZES), [[Head() for _ in range(K)] for _ in range(B)]
     read = jax.jit(lambda cache: cache.layer(None).position) if pages else lambda cache: cache.position
