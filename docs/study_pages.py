@@ -267,7 +267,8 @@ def _csv(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 def claim_marks(judged: Iterable[tuple[studies.Study, Sequence[tuple[str, Judgement]]]], rows: Sequence[str]) -> str:
     """Return a table of the marks of chosen claims, on each form of a model, the question known and later.
 
-    A mark is that of the study with the most samples among those that decide the claim there, and leads to its page.
+    A mark leads to its study's page. Of several studies it is that of one in the paper's own setting, else of one that
+    decides the claim there, and of these the one with the most samples.
 
     Args:
         rows: the claims, as :func:`_title` calls them.
@@ -281,7 +282,7 @@ def claim_marks(judged: Iterable[tuple[studies.Study, Sequence[tuple[str, Judgem
         for form, judgement in judgements:
             title = _title(judgement)
             says[title] = says.get(title) or judgement.claim.says
-            rank = (judgement.verdict != OPEN, judgement.samples)
+            rank = (not judgement.claim.elsewhere, judgement.verdict != OPEN, judgement.samples)
             marks, place = found.setdefault(title, {}), (form, _question(study, judgement))
             if place not in marks or rank > marks[place][0]:  # of equal ones the first
                 marks[place] = rank, f"[{MARKS.get(judgement.verdict, judgement.verdict)}]({study.name}.md)"
@@ -291,7 +292,7 @@ def claim_marks(judged: Iterable[tuple[studies.Study, Sequence[tuple[str, Judgem
     lines = []
     for row in rows:
         marks = found[row]
-        most = max(samples for place, ((_, samples), _) in marks.items() if place in places)
+        most = max(samples for place, ((*_, samples), _) in marks.items() if place in places)
         lines.append([row, says[row] or "-", *(marks[place][1] if place in marks else "" for place in places), most])
     heads = (f"{form}, {QUESTIONS[question].removeprefix('question ')}" for form, question in places)
     return markdown(("claim", "the paper's figure", *heads, "samples"), lines)
