@@ -207,10 +207,11 @@ def _as_read(model: Decoder, options: Options, tokenizer: Tokenizer, tokens: int
     """Return the options with which a document of so many tokens is read."""
     asked = automatic(model, options.networks, POLICY) if is_automatic(options.policy) else options.policy
     policy, budget = checked(asked, options.budget, options.block)
-    if budget is not None and (budget if isinstance(budget, float) else budget / tokens) <= FEW:
+    few = budget is not None and (budget if isinstance(budget, float) else budget / tokens) <= FEW
+    if few and not str(policy).startswith(GATE):
         warnings.warn(
-            f"a budget of {budget} keeps at most a tenth of this document's {tokens:,} tokens, from which most "
-            "policies answer few questions that come later; give 0.25, or measure it on questions of your own.",
+            f"a budget of {budget} keeps at most a tenth of this document's {tokens:,} tokens, from which "
+            "policies other than a gate answer few questions that come later; give 0.25, or measure it on your own.",
             skip_file_prefixes=_HERE,
         )
     if policy is not None and isinstance(budget, float):

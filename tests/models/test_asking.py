@@ -242,3 +242,4 @@ def test_what_keeps_too_little_or_takes_too_much_is_warned_of(model, monkeypatch
         warnings.simplefilter("error")
         models.ask(model, tokenizer, DOCUMENT * 4, QUESTIONS, budget=0.25, **made)
         models.ask(model, tokenizer, DOCUMENT, QUESTIONS, policy="full", max_new_tokens=2, block=16)
+        asking._as_read(model, dataclasses.replace(asking.OPTIONS, policy="gate", budget=0.1), tokenizer, 1_000)
