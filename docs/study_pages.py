@@ -36,8 +36,7 @@ def made(study: studies.Study, data: Mapping[str, Any]) -> str:
     name = study.name
     return (
         f"{study.note} [Models](index.md#models-and-texts): {models}.\n\n"
-        f"Every policy: [{name}.csv]({name}.csv). Every claim: [{name}-claims.csv]({name}-claims.csv). Every answer, "
-        f"with machines and commits: [{name}.json]({name}.json), made by:\n\n"
+        f"All [policies]({name}.csv), [claims]({name}-claims.csv) and [answers]({name}.json), made by:\n\n"
         f"    {data['command'].partition(' --out')[0]}"
     )
 
@@ -209,11 +208,10 @@ def claims(study: studies.Study, judged: Sequence[tuple[str, Judgement]], chosen
     places = [place for place in itertools.product(forms, words) if place in there]
     rows = [[row, *(own.get(place, "") for place in places)] for row, own in found.items() if row in told]
     rest = len(found) - len(rows)
-    more = f" Not decided, and in the CSV: {rest} more." if rest else ""
+    more = f" {rest} more are not decided." if rest else ""
     heads = [", ".join(place) for place in places]
     note = (
-        "[The verdict](judging.md), and the difference in points with its 95% interval. Verdicts are corrected for a "
-        f"paper's number of claims, intervals are not.{more}"
+        f"[The verdict](judging.md), and the difference in points with its 95% interval.{more}"
     )
     return f"{note}\n\n{markdown(['claim', *heads], rows)}"
 
