@@ -178,7 +178,8 @@ def _former_laprox(link: str) -> str:
     """Return today's name of a link that had other defaults."""
     given = _arguments(link)
     readings = {name: given.pop(name, former) for name, former in (("gqa", "group"), ("pooled", "product"))}
-    given |= {name: kind for name, kind in readings.items() if kind not in ("joint", "attention")}
+    if given.get("target") != "attention":  # of which all readings are one
+        given |= {name: kind for name, kind in readings.items() if kind not in ("joint", "attention")}
     return f"laprox({','.join(f'{name}={value!r}' for name, value in given.items())})" if given else "laprox"
 
 

@@ -136,6 +136,7 @@ FORMER = {
     "zap+protect(sinks=4,recent=0.5)": "zap+protect(sinks=4,recent=0.5)@uniform",
     "kvzip+protect(sinks=4,recent=0.5)@model(normalise=False)": "kvzip+protect(recent=0.5)",
     "laprox(kernel=13)@model": "laprox(kernel=13,gqa='group',pooled='product')",
+    "laprox(target='attention')@model": "laprox(target='attention')",
     "laprox(gqa='joint')": "laprox(pooled='product')@uniform",
     "laprox(gqa='joint',pooled='attention')@model": "laprox",
     "laprox@model(cap=8.0)": "laprox(gqa='group',pooled='product')@model(cap=8.0)",
