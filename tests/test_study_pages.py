@@ -100,13 +100,13 @@ def test_a_study_shows_few_policies_and_its_page_asks_and_answers_first(name):
     assert title.startswith("# ") and asked.startswith("**Asked:** ") and answer.startswith("**Answer:** ")
 
 
-def test_marks_are_of_the_study_with_the_most_samples_that_decides_a_claim(tmp_path):
-    def made(name, **counts):
+def test_marks_are_of_the_paper_s_setting_or_of_the_most_samples_that_decide_a_claim(tmp_path):
+    def made(name, elsewhere="", **counts):
         file = tmp_path / f"{name}.toml"
         file.write_text(
             'title = "T"\nforms = {base = ["m"]}\npolicies = ["full", "tova", "recency"]\nbudgets = [0.5]\n'
             'question = ["unknown"]\n[tasks.needle]\n[[claims]]\npaper = "TOVA"\nsays = "more"\npolicies = ["tova"]\n'
-            'over = ["recency"]\neach = ["budget"]\n'
+            f'over = ["recency"]\neach = ["budget"]\nelsewhere = "{elsewhere}"\n'
         )
         place = {"evaluation": "needle", "length": 8, "when": "block", "question": "unknown", "budget": 0.5}
         rows = [
@@ -124,6 +124,8 @@ def test_marks_are_of_the_study_with_the_most_samples_that_decides_a_claim(tmp_p
     assert table.splitlines()[-1] == told
     told = "| tova is better than recency, 50% | more |  | [**holds**](most.md) |  |  | 30 |"
     assert study_pages.claim_marks([few, most], ["tova is better than recency, 50%"]).splitlines()[-1] == told
+    other = made("other", "another task", tova="1" * 50, recency="0" * 50)
+    assert study_pages.claim_marks([other, most], ["tova is better than recency, 50%"]).splitlines()[-1] == told
     with pytest.raises(ValueError, match="no study judges tova wins"):
         study_pages.claim_marks([few], ["tova wins"])
 
