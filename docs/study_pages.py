@@ -265,8 +265,8 @@ def _csv(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 def claim_marks(judged: Iterable[tuple[studies.Study, Sequence[tuple[str, Judgement]]]], rows: Sequence[str]) -> str:
     """Return a table of the marks of chosen claims, on each form of a model, the question known and later.
 
-    A mark leads to its study's page. Of several studies it is that of one in the paper's own setting, else of one that
-    decides the claim there, and of these the one with the most samples.
+    A mark leads to its study's page. Of the studies that decide the claim there it is that of one in the paper's own
+    setting, if there is one, and of these the one with the most samples.
 
     Args:
         rows: the claims, as :func:`_title` calls them.
@@ -280,7 +280,7 @@ def claim_marks(judged: Iterable[tuple[studies.Study, Sequence[tuple[str, Judgem
         for form, judgement in judgements:
             title = _title(judgement)
             says[title] = says.get(title) or judgement.claim.says
-            rank = (not judgement.claim.elsewhere, judgement.verdict != OPEN, judgement.samples)
+            rank = (judgement.verdict != OPEN, not judgement.claim.elsewhere, judgement.samples)
             marks, place = found.setdefault(title, {}), (form, _question(study, judgement))
             if place not in marks or rank > marks[place][0]:  # of equal ones the first
                 marks[place] = rank, f"[{MARKS.get(judgement.verdict, judgement.verdict)}]({study.name}.md)"
