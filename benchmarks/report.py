@@ -354,12 +354,12 @@ def listed(found: Sequence[Document]) -> str:
     for document in found:
         of_files.setdefault(str(document.get("inside", document["file"])), document)
     lines = [
-        (file, d["benchmark"], _device(d), f"older than {d['replaced_by']}" if "replaced_by" in d else "")
+        (file, d["benchmark"], f"older than {d['replaced_by']}" if "replaced_by" in d else "")
         for file, d in of_files.items()
     ]
     text = "\n## All figures\n\nTables of what is above, of kernels and launches, of programs compiled for GPUs and "
     text += "TPUs, of a soak and of experiments: `python -m benchmarks show FILE`.\n\n"
-    return f"{text}{report.Table(('file', 'what', 'on', ''), lines, left=4).markdown()}\n"
+    return f"{text}{report.Table(('file', 'what', ''), lines, left=3).markdown()}\n"
 
 
 def draw_decode(document: Document, path: Path) -> None:

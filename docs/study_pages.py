@@ -185,7 +185,7 @@ def _caption(study: studies.Study, tables: Mapping[Panel, Mapping[tuple[str, Any
 
 
 def claims(study: studies.Study, judged: Sequence[tuple[str, Judgement]], chosen: Sequence[str]) -> str:
-    """Return a table of a study's claims: those of the page of claims, and those that are decided on a form.
+    """Return a table of a study's claims that are decided on a form; of the page of claims all but undecided ones.
 
     A cell has the verdict and the difference in points, with its 95% interval.
 
@@ -200,7 +200,8 @@ def claims(study: studies.Study, judged: Sequence[tuple[str, Judgement]], chosen
             continue
         title, length = _title(judgement), judgement.where.get("length")
         row = title if length is None else f"{title}, {length:,} tokens"
-        told |= {row} if judgement.verdict in DECIDED or title in chosen else set()
+        said = judgement.verdict in DECIDED or (title in chosen and judgement.verdict != OPEN)
+        told |= {row} if said else set()
         place = form, QUESTIONS[_question(study, judgement)].removeprefix("question ")
         found.setdefault(row, {})[place] = _verdict_text(judgement)
     there = {place for in_places in found.values() for place in in_places}
@@ -210,9 +211,7 @@ def claims(study: studies.Study, judged: Sequence[tuple[str, Judgement]], chosen
     rest = len(found) - len(rows)
     more = f" {rest} more are not decided." if rest else ""
     heads = [", ".join(place) for place in places]
-    note = (
-        f"[The verdict](judging.md), and the difference in points with its 95% interval.{more}"
-    )
+    note = f"[The verdict](judging.md), and the difference in points with its 95% interval.{more}"
     return f"{note}\n\n{markdown(['claim', *heads], rows)}"
 
 
@@ -287,11 +286,14 @@ def claim_marks(judged: Iterable[tuple[studies.Study, Sequence[tuple[str, Judgem
     if missing := [row for row in rows if row not in found]:
         raise ValueError(f"no study judges {'; '.join(missing)}; it has {'; '.join(found)}.")
     places = list(itertools.product(("base", "adapted"), QUESTIONS))
-    lines = []
+    lines: list[list[Any]] = []
+    before = ""
     for row in rows:
-        marks = found[row]
+        marks, figure = found[row], says[row] or "-"
         most = max(samples for place, ((*_, samples), _) in marks.items() if place in places)
-        lines.append([row, says[row] or "-", *(marks[place][1] if place in marks else "" for place in places), most])
+        told = "the same" if figure == before != "-" else figure
+        before = figure
+        lines.append([row, told, *(marks[place][1] if place in marks else "" for place in places), most])
     heads = (f"{form}, {QUESTIONS[question].removeprefix('question ')}" for form, question in places)
     return markdown(("claim", "the paper's figure", *heads, "samples"), lines)
 

@@ -64,7 +64,7 @@ def test_the_same_files_give_the_same_page(folders):
     assert run(folders) == 0
     assert (folders[1] / "performance.md").read_text() == first
     assert "| 4.00 | 4.40 | 1.10 | 2.3% |" in first and "NVIDIA H200" in first
-    assert "| kernels.json | kernels | NVIDIA H200 |  |" in first
+    assert "| kernels.json | kernels |  |" in first
     for name in ("decode", "kernels"):
         assert f"images/performance-{name}.png" in first
         assert (folders[1] / "images" / f"performance-{name}.png").stat().st_size > 10_000
@@ -91,7 +91,7 @@ def test_the_page_opens_with_the_newest_steps_on_a_gpu_then_peers_then_targets_t
         "## A decode step on a GPU", "Not timed since.", "took 19.7 ms", "19.3 ms",
         "eviction, at that time, saved memory, not time", "## Beside other libraries", "smollm2, a prompt of 2,044",
         "| ours, once | 256 | 2.64 | 1.38 | 23.7 | 1.82 | 1,024 | 33 of 33 |", "## Floors", "## Targets",
-        "## All figures", "| old | decode | NVIDIA H200 | older than new |", "| kernels | kernels | 2 CPU cores |",
+        "## All figures", "| old | decode | older than new |", "| kernels | kernels |  |",
     ]  # fmt: skip
     places = [text.index(one) for one in told]
     assert places == sorted(places) and "| 11 |" not in text
