@@ -43,9 +43,7 @@ def test_parts_show_what_each_policy_scores_holds_and_claims(tmp_path):
     made = {"command": "python -m evals study small --out here", "results": rows}
     text = study_pages.made(read, made)
     assert (
-        "base: `m`" in text
-        and "[policies](small.csv)" in text
-        and text.endswith("\n\n    python -m evals study small")
+        "base: `m`" in text and "[policies](small.csv)" in text and text.endswith("\n\n    python -m evals study small")
     )
     grown = [row | ({"increase": 0.025} if row["policy"] == "tova" else {}) for row in rows]
     table = list(csv.DictReader(io.StringIO(study_pages.scores_csv(read, grown))))

@@ -190,7 +190,9 @@ def test_a_document_s_names_are_translated_where_a_former_kvjax_wrote_it():
     }
     today = {
         "policies": "full,h2o+protect(recent=0),butler(group='max'),kvzip",
-        "results": [{"policy": FORMER_LAPROX, "over": ["kvzip@uniform"], "task": "cake", "answers": {"kvzip@uniform": [1]}}],
+        "results": [
+            {"policy": FORMER_LAPROX, "over": ["kvzip@uniform"], "task": "cake", "answers": {"kvzip@uniform": [1]}}
+        ],
         "claim": "h2o+caote has a smaller error than h2o, by block (zap)",
     }
     for version in ("0.1.0", "0.2.0", "not installed"):
