@@ -344,7 +344,7 @@ def laprox(
     The score is the 2-norm of the token's column of attention over the last queries, pooled over neighbours, times that
     of ``v W_O`` (eq. 9). The window's own tokens stay, and are left out of the pooling. The whole model has one budget
     (algorithm 2); ``laprox@uniform`` has one for each head. Window 32 and average pooling of 7 are the paper's
-    (appendix A; table 7 compares windows), "output" is its equation. A group of heads has its mean attention there,
+    (appendix A; table 7 compares windows), "output" is its equation. A query group has its mean attention there,
     with which a value adds ``v sum_g W_O^g`` to the output, and attention is what it pools; ``gqa`` and ``pooled``
     offer other readings.
 
