@@ -22,7 +22,7 @@ def test_each_study_runs_what_its_claims_compare(path):
     assert not missing
     assert {"full", "recency"} <= run
     assert set(read.drawn) <= run
-    assert set(read.names) <= run | {"caote", "match"}
+    assert set(read.names) <= run | {"caote", "fast_caote", "match"}
 
 
 @matrix
