@@ -209,7 +209,7 @@ def claims(study: studies.Study, judged: Sequence[tuple[str, Judgement]], chosen
     places = [place for place in itertools.product(forms, words) if place in there]
     rows = [[row, *(own.get(place, "") for place in places)] for row, own in found.items() if row in told]
     rest = len(found) - len(rows)
-    more = f" {rest} more are not decided." if rest else ""
+    more = f" {rest} more {'is' if rest == 1 else 'are'} not decided." if rest else ""
     heads = [", ".join(place) for place in places]
     note = f"[The verdict](judging.md), and the difference in points with its 95% interval.{more}"
     return f"{note}\n\n{markdown(['claim', *heads], rows)}"

@@ -145,8 +145,7 @@ def _corrected(
     def changed() -> Array:
         mass = _mass(part(jnp.int32(0)), logits, position)
         if not isinstance(parts, int):
-            add = lambda i, mass: jnp.logaddexp(mass, _mass(part(i), logits, position))  # noqa: E731
-            mass = jax.lax.fori_loop(1, parts, add, mass)
+            mass = jax.lax.fori_loop(1, parts, lambda i, m: jnp.logaddexp(m, _mass(part(i), logits, position)), mass)
         by_head = jnp.moveaxis(logits, 1, 2).reshape(B, K, -1, D)
         count, rows = jnp.log(evicted.number.value)[:, None, :, None], (B, K, T, N // K, -1)
         lost = count + einsum("btkgd,bkd->btkg", logits, evicted.key.value)
