@@ -66,6 +66,8 @@ def join[C: AnyKind](cache: C, row: int | Int[Array, ""], one: C) -> C:
 def _write(cache: Any, row: int | Int[Array, ""], one: KVCache) -> Any:
     """Write a sequence's slots to a row of the batch's cache."""
 
+    _check_states(cache, one)
+
     def put(whole: Array, part: Array) -> Array:
         return _put(whole, part, row, 0)
 
@@ -82,8 +84,21 @@ def _write(cache: Any, row: int | Int[Array, ""], one: KVCache) -> Any:
     )
 
 
+def _check_states(cache: Any, one: Any) -> None:
+    """Check that a policy remembers as much of each slot and head in both caches."""
+    slots, heads = cache.position.ndim, len(cache.heads_shape)
+    rest = [
+        jax.tree.leaves(map_state(lambda x: x.shape[slots:], lambda x: x.shape[heads:], part.state))
+        for part in (cache, one)
+    ]
+    if rest[0] != rest[1]:
+        raise ValueError("the row's policy remembers more or less per token than the batch's: give the same to both.")
+
+
 def leave[C: AnyKind](cache: C, row: int | Int[Array, ""]) -> C:
     """Empty a row of a batch's cache: its slots, or its pages, are free, and its next token has position 0.
+
+    What a policy remembers per head is 0, as in a new cache.
 
     Args:
         cache: plain or paged, of one layer or several; if it is donated, it is updated in place.
@@ -109,17 +124,24 @@ def leave[C: AnyKind](cache: C, row: int | Int[Array, ""]) -> C:
 def _free(cache: Any, row: int | Int[Array, ""]) -> Any:
     """Free a row's slots."""
     position = cache.position.at[row].set(-1)
-    return dataclasses.replace(cache, position=position, next_position=cache.next_position.at[row].set(0))
+    return dataclasses.replace(
+        cache,
+        position=position,
+        next_position=cache.next_position.at[row].set(0),
+        state=map_state(lambda slots: slots, lambda heads: heads.at[row].set(0), cache.state),
+    )
 
 
 @_free.register(PagedCache)
 def _free_pages(cache: PagedCache, row: int | Int[Array, ""]) -> PagedCache:
     """Free a row's pages."""
-    B, K = cache.heads_shape[-2:]
+    *L, B, K = cache.heads_shape
+    here = (*[slice(None)] * len(L), row)
     mine = (cache.owner >= 0) & (cache.owner // K % B == row)
     position = jnp.where(mine[:, None], -1, cache.position)
     next_position = cache.next_position.at[row].set(0)
-    return dataclasses.replace(cache, position=position, next_position=next_position).released()
+    state = map_state(lambda slots: slots, lambda heads: heads.at[here].set(0), cache.state)
+    return dataclasses.replace(cache, position=position, next_position=next_position, state=state).released()
 
 
 def _checked_row(cache: AnyKind, row: int | Int[Array, ""]) -> int | Int[Array, ""]:
@@ -141,6 +163,7 @@ def _write_pages(cache: PagedCache, row: int | Int[Array, ""], one: PagedCache) 
     """Copy the pages in use of a sequence's pool to free pages of the batch's pool."""
     if one.page_size != cache.page_size:
         raise ValueError(f"the row has pages of {one.page_size} slots, but the batch of {cache.page_size}.")
+    _check_states(cache, one)
     cache = _free_pages(cache, row)
     *L, B, K = cache.heads_shape
     P = cache.owner.shape[0]

@@ -527,6 +527,8 @@ def floats_of[Cache: Any](cache: Cache) -> Cache:
         >>> str(cache.key.dtype), str(floats.key.dtype)
         ('int8', 'float32')
     """
+    if not hasattr(cache, "entries"):
+        raise ValueError(f"a {type(cache).__name__} has keys and values of several parts; take one, such as a layer.")
     scales = {name.removesuffix("_scale"): x for name, x in cache.entries.items() if name.endswith("_scale")}
     floats = {name: dequantise(cache.entries[name], x) for name, x in scales.items()}
     others = {name: array for name, array in cache.entries.items() if not name.endswith("_scale")}
@@ -585,7 +587,8 @@ def compact[Cache: AnyKind](cache: Cache, slots: int) -> Cache:
             is NaN from then on. A layer that has fewer than the others, for its window, grows only with all of them.
 
     Raises:
-        ValueError: outside jit, if a head has more live tokens than ``slots``.
+        ValueError: for a paged cache, which returns its pages at each eviction; or, outside jit, if a head has more
+            live tokens than ``slots``.
 
     Example:
         >>> import jax, kvjax, numpy as np
@@ -597,6 +600,8 @@ def compact[Cache: AnyKind](cache: Cache, slots: int) -> Cache:
         [0.0, 3.0]
     """
     slots = check_count("slots", slots, 1, "a cache needs at least 1")
+    if cache.paged:
+        raise ValueError("a paged cache gives its free pages back at each eviction; there is nothing to compact.")
     larger = slots > cache.num_slots
     return cache.map(lambda own: _compacted(own, slots if larger else min(slots, own.num_slots)))
 

@@ -106,7 +106,7 @@ def save_cache(
         (9, 'h2o')
     """
     check_cache(cache)
-    made_with, tokens = _made_with(policy, budget, model), {"pending": list(pending), "seen": list(seen)}
+    made_with, tokens = _made_with(policy, budget, model), {"pending": [*map(int, pending)], "seen": [*map(int, seen)]}
     for name, given in tokens.items():
         if given and (len(cache.next_position) != 1 or min(given) < 0):
             raise ValueError(f"{name} is {shown(given)}; expected the tokens of a cache of one row, from 0.")

@@ -155,7 +155,8 @@ def evict(
 
     A paged cache frees the pages that its heads no longer need, after moving the tokens left in them. Where a policy
     observes a window of queries, the next query starts a new window. A row whose budget is above the slots per head
-    loses nothing, and its window goes on: so some rows of a batch may be evicted from, and others not.
+    loses nothing, but for an allocation by a threshold, and its window goes on: so some rows of a batch may be evicted
+    from, and others not.
 
     Args:
         scores: retention scores, larger = keep, shaped like ``cache.position``. Free slots are ignored; NaN loses to

@@ -125,6 +125,8 @@ def check_entering(
     if key.shape != value.shape or (*key.shape[:1], *key.shape[2:]) != expected:
         given = f"keys {key.shape} and values {value.shape} do not fit a cache"
         raise ValueError(f"{given} with B, K = {expected[:2]} and D = {expected[2]}; give [B, T, K, D].")
+    if not key.shape[1]:
+        raise ValueError("there are no tokens; give at least one, with position -1 where a row has none.")
     if position is not None and (position.shape != key.shape[:2] or not jnp.issubdtype(position.dtype, jnp.integer)):
         raise ValueError(f"position is {position.dtype} {position.shape}; expected integers {key.shape[:2]}.")
     return layer

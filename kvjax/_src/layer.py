@@ -186,7 +186,7 @@ def attention_options(cache: KVCache | PagedCache, needs: Needs, context: Contex
         projection=part_of(context.projection, "factor") if needs.errors == "output" else None,
         query_scale=_query_scale(context),
         sliding_window=context.sliding_window,
-        scale=cache.head_dim**-0.5 if context.scale is None else context.scale,
+        scale=context.factor(cache.head_dim),
         soft_cap=context.soft_cap,
         sink_logits=context.sink_logits,
         implementation=implementation_for(context.implementation, cache),

@@ -101,8 +101,9 @@ def match_attention(
         >>> small.key.shape, small.bias.shape
         ((1, 1, 8, 4), (1, 1, 8))
     """
-    if cache.positions != "absolute" or len(cache.heads_shape) != 2:
-        raise ValueError(f"the cache has {cache.positions!r} positions and heads {cache.heads_shape}; give one layer.")
+    if not isinstance(cache, KVCache) or cache.positions != "absolute" or cache.rotated is not None:
+        kind = f"{type(cache).__name__} of {cache.positions!r} positions"
+        raise ValueError(f"the cache is a {kind}; give a KVCache of one layer, with keys, values and own positions.")
     (B, K, S), (_, T, N, D) = cache.position.shape, query.shape
     if query.shape[0] != B or N % K or cache.head_dim != D:
         raise ValueError(f"queries {query.shape} do not fit a cache of {B} rows, {K} heads of {cache.head_dim}.")

@@ -75,6 +75,7 @@ def absorbed(
 def residuals(state: Evicted, o: Observation) -> Float[Array, "B K S"]:
     """Return how far each token's value is from what the moments expect of its key (equation 10)."""
     key, value = (jnp.where(o.live[..., None], x.astype(jnp.float32), 0) for x in (o.key, o.value))
+    # The paper's factor, whatever the model's is: queries may come scaled already, but keys do not.
     return jnp.linalg.norm(value - state.expected(key.shape[-1] ** -0.5 * key), axis=-1)
 
 
@@ -139,8 +140,7 @@ def _corrected(
     if evicted is None:
         return out
     (B, T, N, D), K = query.shape, evicted.number.value.shape[1]
-    scale = D**-0.5 if context.scale is None else context.scale
-    logits = (query.astype(jnp.float32) * scale).reshape(B, T, K, N // K, D)
+    logits = (query.astype(jnp.float32) * context.factor(D)).reshape(B, T, K, N // K, D)
 
     def changed() -> Array:
         mass = _mass(part(jnp.int32(0)), logits, position)

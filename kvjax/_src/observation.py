@@ -161,6 +161,10 @@ class Context:
 
     __repr__ = fields_given
 
+    def factor(self, head_dim: int) -> float:
+        """Return the factor of the logits of heads of a dimension."""
+        return head_dim**-0.5 if self.scale is None else self.scale
+
     def rotary(self, who: str) -> Float[Array, "rows half"]:
         """Return the frequencies, which somebody cannot do without."""
         if self.frequency is None:

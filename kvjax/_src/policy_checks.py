@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas.cache_attention.api import check_projection, check_statistics
+from kernels_pallas.cache_attention.api import check_projection, check_sinks, check_statistics
 from kernels_pallas.checks import check_soft_cap
 from kvjax._src.cache import HeadState, KVCache, check_all_heads, check_cache, is_emptied
 from kvjax._src.capacity import excess
@@ -197,6 +197,8 @@ def check_shapes(
     if not fit or key.shape != value.shape or query.shape[1] != key.shape[1]:
         given = f"query {query.shape}, key {key.shape} and value {value.shape} do not fit each other and a cache"
         raise ValueError(f"{given} with B = {B}, K = {K} and D = {D}: expected [B, T, N, D] and twice [B, T, K, D].")
+    if not query.shape[1]:
+        raise ValueError("the block has no tokens; give at least one, with position -1 where a row has none.")
     if query.shape[2] % K:
         raise ValueError(f"the block has {query.shape[2]} query heads; expected a multiple of the cache's {K} heads.")
     return query, key, value
@@ -213,6 +215,11 @@ def checked_budget(
     """Return the policy and the budget (int32) of a block, after checks that they are valid and that the block fits."""
     policy, T = policy_of(policy), query.shape[1]
     check_soft_cap(context.soft_cap)
+    check_sinks(None if context.sink_logits is None else real_array("sink_logits", context.sink_logits), query.shape[2])
+    if is_known(context.sliding_window) and context.sliding_window is not None:
+        check_count("sliding_window", context.sliding_window, 1, "a query sees at least its own position")
+    if context.tokens is not None and np.shape(context.tokens) != query.shape[:2]:
+        raise ValueError(f"the context's tokens are {np.shape(context.tokens)}; expected {query.shape[:2]}, ids.")
     if context.excess is not None:
         check_count("excess", context.excess, 0, "give a number of tokens, or None")
     known = is_known(cache.position, position, context.layer)

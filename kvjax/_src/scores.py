@@ -508,13 +508,13 @@ def expected_attention(
         state = _with_queries(state, o, frequency, sinks)
         count, mean = state[0].value, state[1].value
         key = _turned_back(o, frequency, future)
-        D = key.shape[-1]
+        scale = o.context.factor(key.shape[-1])
         highest = jax.lax.Precision.HIGHEST
-        logits = jnp.einsum("bksd,bkgd->bkgs", key, mean, precision=highest) / D**0.5
+        logits = jnp.einsum("bksd,bkgd->bkgs", key, mean, precision=highest) * scale
         if covariance:
             products = state[2].value / jnp.maximum(count, 1)[..., None, None, None]
             along = jnp.einsum("bksd,bkgde->bkgse", key, products, precision=highest)
-            logits = logits + jnp.einsum("bkgse,bkse->bkgs", along, key, precision=highest) / (2 * D)
+            logits = logits + jnp.einsum("bkgse,bkse->bkgs", along, key, precision=highest) * (scale**2 / 2)
         counted = (o.live & (o.position >= sinks))[:, :, None]
         scores = jax.nn.softmax(jnp.where(counted, logits, -jnp.inf), axis=-1)
         if value_norm:

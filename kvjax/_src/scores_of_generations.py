@@ -183,7 +183,7 @@ def _attended(state: LastQueries, o: Observation, window: int) -> Float[Array, "
     query, place = state.query.value, state.place.value
     key = jnp.where(o.live[..., None], o.key.astype(jnp.float32), 0)
     before = o.live & (o.position < (o.next_position - window)[:, None, None])
-    scale = key.shape[3] ** -0.5 if o.context.scale is None else o.context.scale
+    scale = o.context.factor(key.shape[3])
     logits = jnp.einsum("bkwgd,bksd->bkwgs", query, key, precision=_HIGH)
     largest = jnp.max(scaled(logits, scale, o.context.soft_cap), axis=3)
     seen = before[:, :, None] & (place > 0)[..., None]  # [B, K, window, S]

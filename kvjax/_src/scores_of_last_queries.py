@@ -175,7 +175,7 @@ def _weights(state: LastQueries, o: Observation) -> tuple[Float[Array, "B K G w 
     _, K, _, G, D = query.shape
     key = jnp.where(o.live[..., None], o.key.astype(jnp.float32), 0)
     logits = jnp.einsum("bkwgd,bksd->bkgws", query, key, precision=_HIGH)
-    logits = scaled(logits, D**-0.5 if o.context.scale is None else o.context.scale, o.context.soft_cap)
+    logits = scaled(logits, o.context.factor(D), o.context.soft_cap)
     seen = (o.live[:, :, None] & (o.position[:, :, None] < place[..., None]))[:, :, None]  # a place is a position + 1
     logits = jnp.where(seen, logits, -jnp.inf)
     sink = jnp.full(K * G, -jnp.inf) if o.context.sink_logits is None else o.context.sink_logits.astype(jnp.float32)

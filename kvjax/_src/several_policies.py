@@ -31,7 +31,7 @@ from kvjax._src.layer import (
 )
 from kvjax._src.observation import Context, Needs
 from kvjax._src.policy import Policy
-from kvjax._src.policy_checks import check_measured, check_policy, checked_budget
+from kvjax._src.policy_checks import check_measured, check_policy, check_shapes, checked_budget
 
 
 def observe_each(
@@ -82,6 +82,7 @@ def observe_each(
     check_cache(cache)
     if not isinstance(cache, KVCache) or not isinstance(cache.state, tuple) or len(cache.state) != len(chosen):
         raise ValueError(f"expected a KVCache whose state is a tuple of {len(chosen)}, one per policy in their order.")
+    query, key, value = check_shapes(cache, query, key, value)
     of_shares = []
     for policy, state, budget in zip(chosen, cache.state, budgets, strict=True):
         own = dataclasses.replace(cache, state=state)

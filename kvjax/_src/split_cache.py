@@ -109,7 +109,8 @@ class SplitCache(AnyKind):
 
     def lacking(self, position: Int[np.ndarray, "B T"], layer: int | Int[Array, ""] | None = None) -> int:
         """Count the slots that the fullest device lacks for new tokens; see :meth:`kvjax.KVCache.lacking`."""
-        parts, rows = jax.device_get(self.parts), np.split(position, self.ways[0])
+        counted = dataclasses.replace(self.parts, entries={}, state=())  # keys and values stay on their devices
+        parts, rows = jax.device_get(counted), np.split(position, self.ways[0])
         own = {at: jax.tree.map(lambda leaf, at=at: leaf[at], parts) for at in np.ndindex(*self.ways)}
         return max(part.lacking(rows[data], layer) for (data, _), part in own.items())
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kernels_pallas.cache_attention.api import check_projection
 from kernels_pallas.caote_topk.reference import shares
 from kvjax._src.cache import Positions, nth_true
 from kvjax._src.chains import no_state, register, unchanged
@@ -254,7 +255,7 @@ def match(*, queries: int = 1024) -> Policy:
             start, stop, end = (x[:, None] for x in (part.start, part.stop, part.end))
             own = start + at - end
             at = jnp.where((at >= end) & (own < stop), own, -1)
-        scale = o.query.shape[-1] ** -0.5 if c.scale is None else c.scale
+        scale = c.factor(o.query.shape[-1])
         return scores, remembered(state, o.query * scale, at, o.query_position, o.position)
 
     merging = Merging("match", functools.partial(rematched, queries=queries), (queries,), biased=True)
@@ -321,12 +322,13 @@ def normalised(scores: Scores, o: Observation) -> Scores:
     return shares(scores, o.live[:, :, None])
 
 
-def beside_sinks(scores: Scores, o: Observation) -> Scores:
-    """Divide scores as :func:`normalised` does, then multiply them by what the model's sinks leave to the tokens."""
+def beside_sinks(scores: Scores, o: Observation) -> tuple[Scores, Float[Array, "B K _"] | None]:
+    """Divide scores as :func:`normalised` does, times what sinks leave; return the weights and the sinks' shares."""
     weights = normalised(scores, o)
     if o.left is None:
-        return weights
-    return weights * (o.left if weights.shape[2] > 1 else jnp.mean(o.left, axis=2, keepdims=True)).astype(weights.dtype)
+        return weights, None
+    left = (o.left if weights.shape[2] > 1 else jnp.mean(o.left, axis=2, keepdims=True)).astype(weights.dtype)
+    return weights * left, 1 - left[..., 0]
 
 
 def pooled(scores: Scores, o: Observation, kernel: int, pooling: str) -> Scores:
@@ -387,6 +389,8 @@ def _chunk_means(scores: Scores, o: Observation, size: int) -> Scores:
 def _with_new_norms(norms: Float[Array, "B K S"], o: Observation) -> Float[Array, "B K S"]:
     """Return the norms ``|v W_O|_1``, with those of the tokens that entered with this block written to their slots."""
     weight = part_of(o.context.projection, "weight", "critical")
+    (_, K, _, D), N = o.value.shape, o.query.shape[2]
+    check_projection(weight, True, (K, N // K, D))
     slot = entered_slots(o)
     value = jnp.take_along_axis(o.value, slot[..., None], axis=2, mode="fill", fill_value=0)
     return put(norms, slot, _output_length(value, weight))
@@ -395,8 +399,8 @@ def _with_new_norms(norms: Float[Array, "B K S"], o: Observation) -> Float[Array
 def entered_slots(o: Observation) -> Int[Array, "B K T"]:
     """Return the slots of the block's tokens, in slot order; S where there are fewer than T, as :func:`put` drops S."""
     (B, T), K = o.query_position.shape, o.position.shape[1]
-    entered = jnp.sum(o.query_position >= 0, axis=1)
-    new = o.live & (o.position >= (o.next_position - entered)[:, None, None])
+    places = jnp.where(o.query_position >= 0, o.query_position, o.next_position[:, None])
+    new = o.live & (o.position >= jnp.min(places, axis=1)[:, None, None])
     return nth_true(new, jnp.broadcast_to(jnp.arange(1, T + 1), (B, K, T)))
 
 
@@ -421,7 +425,8 @@ def with_tokens(state: Float[Array, "B K S *rest"], o: Observation, new: Float[A
     slot = entered_slots(o)
     position = jnp.take_along_axis(o.position, slot, axis=2, mode="fill", fill_value=0)
     valid = o.query_position >= 0
-    place = position - (o.next_position - jnp.sum(valid, axis=1))[:, None, None]  # of the token in the block
+    earlier = valid[:, None, None] & (o.query_position[:, None, None] < position[..., None])
+    place = jnp.sum(earlier, axis=-1)  # of the token in the block, whose positions may leave gaps
     token = jax.vmap(jax.vmap(nth_true, in_axes=(None, 0)))(valid, place + 1)  # [B, K, T]
     new = new.swapaxes(1, 2)
     index = token.reshape(*token.shape, *(1,) * (new.ndim - token.ndim))

@@ -94,3 +94,23 @@ def of_two_states() -> KVCache:
     alone = start(kvjax.parse("h2o"))
     state = jax.tree.map(lambda leaf: np.stack([leaf] * 2), alone.state)
     return dataclasses.replace(alone, state=jax.device_put(state))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "context", "message"),
+    [
+        (0, {}, "the block has no tokens"),
+        (T, dict(sink_logits=[3.0]), r"sink_logits are \(1,\); expected"),
+        (T, dict(sliding_window=0), "sliding_window is 0"),
+        (T, dict(tokens=np.array([1, 7])), r"the context's tokens are \(2,\)"),
+    ],
+)
+def test_what_does_not_fit_a_block_is_said(tokens, context, message):
+    for function in (kvjax.attend, kvjax.observe):
+        with pytest.raises(ValueError, match=message):
+            function(start(), *block(tokens), policy=None, context=kvjax.Context(**context))
+
+
+def test_a_block_without_tokens_does_not_enter():
+    with pytest.raises(ValueError, match="there are no tokens"):
+        kvjax.insert(start(), *block(0)[1:])

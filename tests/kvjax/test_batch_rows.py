@@ -79,7 +79,6 @@ join, leave = (jax.jit(function, donate_argnums=0) for function in (kvjax.join, 
 @hypothesis.settings(max_examples=6)
 def test_a_row_holds_what_its_sequence_held_and_others_are_untouched(kind, moves):
     cache, expected = empty(kind, B), [None] * B
-    nothing = [{"tokens": {}, "head": ()}] * (L * K)
     for row, number in moves:
         if number < 0:
             cache, expected[row] = leave(cache, row), None
@@ -89,7 +88,7 @@ def test_a_row_holds_what_its_sequence_held_and_others_are_untouched(kind, moves
         for other, one in enumerate(expected):
             found = held(cache, other)
             if one is None:
-                assert [head["tokens"] for head in found] == [head["tokens"] for head in nothing]
+                assert not any(head["tokens"] or np.any(np.concatenate([[0], *head["head"]], None)) for head in found)
                 assert np.asarray(cache.next_position)[other] == 0
             else:
                 assert found == held(one, 0)
@@ -104,6 +103,12 @@ def test_a_row_holds_what_its_sequence_held_and_others_are_untouched(kind, moves
 def test_a_larger_batch_takes_a_smaller_row(kind):
     cache = join(empty(kind, B, more=4), 1, sequence(kind, 8, 1))
     assert [head["tokens"] for head in held(cache, 1)] == [head["tokens"] for head in held(sequence(kind, 8, 1), 0)]
+
+
+def test_a_row_that_remembers_more_or_less_of_a_token_is_refused():
+    batch, one = (kvjax.empty_cache(f"rkv(window={n})", budget=8, block=8, kv_heads=1, head_dim=D) for n in (8, 4))
+    with pytest.raises(ValueError, match="remembers more or less per token than the batch's"):
+        kvjax.join(batch, 0, one)
 
 
 def with_one_free_page():

@@ -142,6 +142,12 @@ def test_compact_keeps_order_and_content():
     assert small.next_position.tolist() == whole.next_position.tolist()
 
 
+def test_pages_are_not_compacted():
+    pages = kvjax.empty_cache("h2o@model", layers=2, kv_heads=K, head_dim=D, budget=4)
+    with pytest.raises(ValueError, match="there is nothing to compact"):
+        kvjax.compact(pages, 4)
+
+
 # The whole life of a cache, against sets of tokens.
 
 Block = st.tuples(*[st.integers(0, T)] * B)  # how many tokens each row of a block brings

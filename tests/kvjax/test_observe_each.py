@@ -51,6 +51,14 @@ def test_each_policy_says_what_it_says_alone_block_after_block():
             )  # fmt: skip
 
 
+def test_queries_of_another_batch_are_refused():
+    q, k, v = (np.asarray(x) for x in rows()[:3])
+    with pytest.raises(ValueError, match="do not fit each other and a cache"):
+        kvjax.observe_each(
+            cache_of((kvjax.h2o().state(2, 2, 2, S, 8),)), np.concatenate([q, q]), k, v, policies=["h2o"], budgets=[4]
+        )
+
+
 def test_it_is_of_one_layer():
     layer = cache_of((kvjax.h2o().state(2, 2, 2, S, 8),))
     with pytest.raises(ValueError, match="expected a KVCache whose state is a tuple of 1, one per policy"):

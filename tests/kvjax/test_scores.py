@@ -185,6 +185,36 @@ def test_expected_attention_does_not_lose_a_small_covariance_beside_a_large_mean
     np.testing.assert_allclose(state[2].value, products, rtol=1e-2, atol=1e-2 * products.max())
 
 
+def test_expected_attention_takes_a_scale_of_the_logits_for_queries_that_are_so_much_longer():
+    policy, rng = kvjax.expected_attention(), np.random.default_rng(36)
+    q, k, v = (rng.normal(size=(1, 3 * T, 1, D)).astype(np.float32) for _ in range(3))
+    said = []
+    for length, scale in ((1, None), (0.5, 2 * D**-0.5)):
+        cache = kvjax.empty_cache(policy, kv_heads=1, head_dim=D, budget=T, block=T)
+        context = kvjax.Context(scale=scale, frequency=np.ones((1, D // 2), np.float32))
+        step = jax.jit(functools.partial(kvjax.observe, policy=policy, budget=T))
+        for at in range(0, 3 * T, T):
+            here = slice(at, at + T)
+            _, cache, evidence = step(cache, length * q[:, here], k[:, here], v[:, here], context=context)
+            cache = jax.jit(kvjax.evict)(cache, evidence, T)
+        said.append(evidence.scores)
+    close(*said)
+
+
+@pytest.mark.parametrize("gap", [0, 7])
+def test_what_a_network_predicts_of_a_token_is_its_own_whatever_positions_lie_between(gap):
+    rng, predicted = np.random.default_rng(38), np.arange(1.0, 5, dtype=np.float32)[None, :, None]
+    q, k, v = (rng.normal(size=(1, 4, 1, D)).astype(np.float32) for _ in range(3))
+    context = kvjax.Context(predicted=kvjax.Prediction(score=predicted))
+    policy, position = kvjax.parse("zap@uniform"), np.array([[0, 1, 2, 3]]) + gap * np.array([0, 0, 1, 1])
+    step = jax.jit(functools.partial(kvjax.observe, policy=policy, budget=6))
+    cache = kvjax.empty_cache(policy, kv_heads=1, head_dim=D, budget=6, block=4)
+    _, cache, evidence = step(cache, q, k, v, position, context=context)
+    by_position = {int(p): float(s) for p, s in zip(cache.position[0, 0], evidence.scores[0, 0], strict=True)}
+    assert len({by_position[int(p)] for p in position[0]}) == 4
+    assert by_position[int(position[0, -1])] == max(by_position.values())
+
+
 def test_sage_keeps_what_it_chose_in_a_row_without_a_query_in_the_block():
     policy, block = kvjax.sage(), blocks.make(37)
     seen = block.observation
