@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Array, Float
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_safetensors
 
 from kvjax._src.checks import check_count, shown
 from models import hosts
-from models.checkpoint import read_dtype, refuse_pickle, refuse_pointer
+from models.checkpoint import opened, read_dtype, refuse_pickle
 from models.config import Config
 from models.files import first_of, to_json, write_files
 from models.parameters import ROTATED, head_order, parameter_of, parameter_shapes, tensor_names, tensor_of
@@ -122,14 +121,10 @@ def _tensors(folder: Path) -> dict[str, np.ndarray]:
     if file is None:
         raise FileNotFoundError(f"{folder} lacks {WEIGHTS}; download it.")
     refuse_pickle(file)
-    refuse_pointer(file)
-    try:
-        with safe_open(file, framework="np") as held:
-            for name in held.keys():  # noqa: SIM118  it is no dict
-                read_dtype(file, name, held.get_slice(name).get_dtype())
-            return {name: held.get_tensor(name) for name in held.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise ValueError(f"{file} is truncated or corrupted ({error}); download it again.") from None
+    with opened(file) as held:
+        for name in held.keys():  # noqa: SIM118  it is no dict
+            read_dtype(file, name, held.get_slice(name).get_dtype())
+        return {name: held.get_tensor(name) for name in held.keys()}  # noqa: SIM118
 
 
 def save(

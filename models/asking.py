@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import time
 import warnings
@@ -28,9 +27,8 @@ from models.networks import Networks, own_folder, several, shipped
 from models.options import AskSettings, Options, options_of
 from models.progress import Progress
 from models.prompts import kept_of
-from models.sampling import Draws, Repetition
-from models.sizes import full_cache_bytes
-from models.sizing import checked_budget
+from models.sampling import Draws, Repetition, Sampling, check_sampling
+from models.sizing import checked_budget, full_cache_bytes, share_of
 from models.states import without_room
 from models.tokenizer import Tokenizer
 
@@ -154,6 +152,8 @@ def ask(
     begun, peak = time.monotonic(), 0
     options = options_of("ask", AskSettings, OPTIONS if options is None else options, settings)
     key, given = key if isinstance(key, Draws) else Draws(key)
+    if tails:
+        check_sampling(key, **{name: getattr(options, name) for name in Sampling._fields})
     seen, name = None if given is None else np.asarray(given), None
     shown = Progress(quiet=not options.progress)
     options = dataclasses.replace(options, progress=False)  # what is read and answered shows nothing of its own
@@ -163,6 +163,7 @@ def ask(
         if isinstance(document, str):
             tokens = form.document(document)
             reads = _as_read(model, options, tokenizer, len(tokens))
+            _check_room(model, reads.policy, len(tokens), max(map(len, tails), default=0) + options.max_new_tokens)
             name = "full" if reads.policy is None else str(reads.policy)
             seen = np.isin(np.arange(model.config.vocab_size), tokens)[None]
             cache, peak = _read(model, tokens, reads, watch.on_block, shown)
@@ -215,9 +216,23 @@ def _as_read(model: Decoder, options: Options, tokenizer: Tokenizer, tokens: int
             skip_file_prefixes=_HERE,
         )
     if policy is not None and isinstance(budget, float):
-        share = math.ceil(budget * tokens)
+        share = int(share_of(np.asarray(tokens), budget))
         budget = budget if sum(policy.protected(share)) <= share else sum(policy.protected(share))
     return dataclasses.replace(options, policy=models.with_repeat_prompt(policy, tokenizer), budget=budget)
+
+
+def _check_room(model: Decoder, policy: Policy | str | None, document: int, more: int) -> None:
+    """Check that a question and its answer may follow a document, before it is read."""
+    most, rope = model.config.max_positions, model.config.rope
+    whole = f"the document has {document:,} tokens, and a question and its answer take up to {more:,}"
+    if policy is None and document + more > most:
+        raise ValueError(f"{whole}, but the model has {most:,} positions: shorten it, or give a policy and a budget.")
+    turns = rope.original_positions
+    if rope.follows_length and document + more > turns and (rope.type == "dynamic" or document <= turns):
+        raise ValueError(
+            f"{whole}, but this model's rotary frequencies are others for texts beyond {turns:,} tokens, and what was "
+            "read with those of a shorter text cannot be asked: shorten the document."
+        )
 
 
 def _read(
@@ -328,15 +343,18 @@ def automatic(
 
 
 def checked(
-    policy: Policy | str | None, budget: int | float | str | None, block: int
+    policy: Policy | str | None,
+    budget: int | float | str | None,
+    block: int,
+    by_default: tuple[str, int | float] = (POLICY, BUDGET),
 ) -> tuple[Policy | None, int | float | None]:
-    """Return a document's policy and budget, after all checks that need no document."""
-    policy = policy_of(POLICY if is_automatic(policy) else policy)
+    """Return a text's policy and budget after all checks that need no text."""
+    policy = policy_of(by_default[0] if is_automatic(policy) else policy)
     if policy is None:
         check_policy_given(policy, budget)
         return None, None
-    selecting.check_memory_is_kept(policy, POLICY)
-    return policy, checked_budget(policy, BUDGET if budget is None else budget, block)
+    selecting.check_memory_is_kept(policy, by_default[0])
+    return policy, checked_budget(policy, by_default[1] if budget is None else budget, block)
 
 
 class Form(NamedTuple):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
+from safetensors import SafetensorError, safe_open
 
 from models.config import Config
 from models.families import Fused, parts_and_heads
@@ -120,6 +122,17 @@ def refuse_pointer(file: Path) -> None:
     with file.open("rb") as stream:
         if stream.read(19) == b"version https://git":
             raise ValueError(f"{file} is a Git LFS pointer, not the weights; fetch them with git lfs pull.")
+
+
+@contextlib.contextmanager
+def opened(file: Path) -> Iterator[Any]:
+    """Open a safetensors file to read tensors by their names, after a check that it is one."""
+    refuse_pointer(file)
+    try:
+        with safe_open(file, framework="np") as held:
+            yield held
+    except SafetensorError as error:
+        raise ValueError(f"{file} is truncated or corrupted ({error}); download or copy it again.") from None
 
 
 def read_dtype(file: Path, name: str, stored: str) -> str:

@@ -235,7 +235,7 @@ def _check_activation(raw: Raw, activation: str) -> None:
         named = raw.get("hidden_activation") or raw.get("hidden_act") or "gelu_pytorch_tanh"
         if named != "gelu_pytorch_tanh":
             raise ValueError(f"hidden_activation is {named!r}; only 'gelu_pytorch_tanh' is supported.")
-    elif raw.get("hidden_act", "silu") not in ("silu", "swish"):
+    elif (raw.get("hidden_act") or "silu") not in ("silu", "swish"):
         raise ValueError(f"hidden_act is {raw['hidden_act']!r}; only 'silu' is supported.")
 
 

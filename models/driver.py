@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Generator, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,12 +33,14 @@ from models.steps import DecodeState, Run, Weights, decode_phase, decode_positio
 OnBlock = Callable[[int, int, ModelCache], None]  # takes the tokens done, those of the prompt, and the cache
 
 
-class Choice(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Choice:
     """Settings of an answer: the sampling, the most tokens, and the tokens that end a row."""
 
     sampling: Sampling
-    most: int
-    end: tuple[int, ...]
+    most: int = dataclasses.field(metadata=dict(static=True))
+    end: tuple[int, ...] = dataclasses.field(metadata=dict(static=True))
 
 
 def choice_of(
@@ -49,8 +51,8 @@ def choice_of(
     sampling = check_sampling(key, **{name: getattr(options, name) for name in Sampling._fields})
     end = model.config.eos if options.end is None else check_end(options.end)
     draws = Draws(
-        key if sampling.temperature > 0 else None,
-        tokens_seen(model, prompt, seen) if sampling.repetition_penalty != 1 else None,
+        None if sampling.temperature is None else key,
+        None if sampling.repetition_penalty is None else tokens_seen(model, prompt, seen),
     )
     return Choice(sampling, options.max_new_tokens, end), draws
 
@@ -84,7 +86,7 @@ def block_step(
     return forward(run, state, tokens, position, phase, part)
 
 
-@functools.partial(jax.jit, static_argnames=("phase", "sampling"), donate_argnames="state")
+@functools.partial(jax.jit, static_argnames="phase", donate_argnames="state")
 def token_step(
     run: Run,
     state: DecodeState,
@@ -104,7 +106,7 @@ def token_step(
     return state, token, draws
 
 
-@functools.partial(jax.jit, static_argnames=("config", "sampling"))
+@functools.partial(jax.jit, static_argnames="config")
 def next_token(
     config: Config, ends: dict[str, Array], hidden: Float[Array, "B T E"], draws: Draws, sampling: Sampling
 ) -> tuple[Int[Array, "B"], Draws, Array]:
@@ -198,17 +200,18 @@ def tokens_of(
     check_finite(model, finite)
     finished = np.isin(token, choice.end)
     yield token, state
-    every, fed = steps.run.plan.evict_every, [token]  # those since the last eviction
+    every = steps.run.plan.evict_every if steps.run.plan.repeats is not None else 0
+    fed = [token]  # what the model repeats at the next eviction
     for step in range(1, choice.most):
         if finished.all():
             return
         chosen, state, draws = steps.token(state, token, finished, draws, step, choice.sampling)
-        if steps.run.plan.repeats is not None and every and step % every == 0:
-            state = steps.repeated(state, np.stack(fed[-every:], axis=1), finished)
+        if every and step % every == 0:
+            state = steps.repeated(state, np.stack(fed, axis=1), finished)
         token = hosts.fetched(chosen)
         yield np.where(finished, -1, token), state
         finished = finished | np.isin(token, choice.end)
-        fed = [*fed[1 - every :], token] if every else []
+        fed = [*fed, token][-every:] if every else []
 
 
 def feed_prompt(
@@ -346,7 +349,7 @@ def _over_all(round: Callable[..., Any], carry: Any, arrays: Any) -> Any:
     return carry, None if hidden is None else hidden[None]
 
 
-@functools.partial(jax.jit, static_argnames=("sizes", "choice"))
+@functools.partial(jax.jit, static_argnames="sizes")
 def generate_at_once(
     run: Run,
     sizes: CacheSpec,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import json
 import math
@@ -48,7 +49,7 @@ def decoded(content: bytes, name: str) -> str:
         if content.startswith(start):
             raise ValueError(f"{name} is {kind}, not UTF-8 text; {advice}.")
     try:
-        text = content.decode()
+        text = content.removeprefix(codecs.BOM_UTF8).decode()
     except UnicodeDecodeError as error:
         advice = f"convert it first, such as iconv -f LATIN1 -t UTF-8 {name} > text.txt"
         raise ValueError(f"{name} is not UTF-8 text (byte {error.start}); {advice}.") from None

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from kvjax._src.checks import nearest, shown
 from models import hub, published
 from models.block_scaled import FLOAT8, block_of, dequantised, read_part
-from models.checkpoint import DTYPES, Checkpoint, Tensor, arranged, refuse_pickle, refuse_pointer
+from models.checkpoint import DTYPES, Checkpoint, Tensor, arranged, opened, refuse_pickle
 from models.config import Config
 from models.config_json import family_of, from_hugging_face, language_model
 from models.families import family_of_architecture
@@ -109,12 +109,8 @@ def _named(file: Path, name: Any) -> Path:
 
 
 def _tensor_names(file: Path) -> set[str]:
-    refuse_pointer(file)
-    try:
-        with safe_open(file, framework="np") as tensors:
-            return set(tensors.keys())
-    except SafetensorError as error:
-        raise ValueError(f"{file} is truncated or corrupted ({error}); download it again.") from None
+    with opened(file) as tensors:
+        return set(tensors.keys())
 
 
 def read_config(folder: Path) -> Config:

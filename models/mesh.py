@@ -61,6 +61,8 @@ def checked_mesh(config: Config, mesh: Mesh) -> Mesh:
     split = [(config.num_heads, "query heads"), *((kind.num_kv_heads, "KV heads") for kind in config.kinds)]
     if config.num_experts:
         split.append((config.num_experts, "experts"))
+    if config.shared_size:
+        split.append((config.shared_size, "shared feed-forward units"))
     if config.dense_sizes or not config.num_experts:
         split.append((config.dense_size, "feed-forward units"))
     for count, what in split:

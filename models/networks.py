@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -19,8 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool
-from safetensors import SafetensorError
-from safetensors.numpy import load_file
 from safetensors.numpy import save as to_safetensors
 
 from kvjax import Policy
@@ -28,6 +27,7 @@ from kvjax._src.checks import check_names, is_known, shown
 from kvjax.sources import Source
 from models import fingerprints, hub, published
 from models.butler import Butler, ButlerConfig
+from models.checkpoint import opened
 from models.config import Config, described
 from models.decoder import Decoder
 from models.files import to_json, warn_of_unfinished, write_files
@@ -185,7 +185,8 @@ def save_network(folder: str | Path, network: Network, model: Decoder, name: str
     tensors = {own: np.asarray(jax.device_get(array)) for own, array in parameters_of(network).items()}
     about = {network.name: dataclasses.asdict(network.config), "model": description}
     weights_file, config_file = files_of(network.name)
-    write_files(Path(folder), {weights_file: to_safetensors(tensors), config_file: to_json(about).encode()})
+    files = {weights_file: to_safetensors(tensors), config_file: to_json(about).encode()}
+    write_files(Path(os.path.expanduser(folder)), files)
 
 
 def load_network(folder: str | Path, model: Decoder, *, dtype: DTypeLike | None = None) -> Any:
@@ -211,8 +212,9 @@ def load_network(folder: str | Path, model: Decoder, *, dtype: DTypeLike | None 
         ...
         FileNotFoundError: no/such/folder holds no network; give a folder that models.save_network wrote.
     """
-    if not Path(folder).is_dir() and hub.NAME.fullmatch(str(folder)):
-        folder = hub.find(str(folder))
+    folder = os.path.expanduser(folder)
+    if not os.path.isdir(folder) and hub.NAME.fullmatch(folder):
+        folder = hub.find(folder)
     folder = Path(folder)
     names = [name for name in NETWORKS if (folder / files_of(name)[1]).is_file()]
     if len(names) > 1:
@@ -256,10 +258,8 @@ def _read_own(
             f"{folder} holds a {name} of another model, {their_name}, with this one's shape but other weights; "
             "train one for this model."
         )
-    try:
-        tensors = load_file(folder / weights_file)
-    except SafetensorError as error:
-        raise ValueError(f"{folder / weights_file} is truncated or corrupted ({error}); copy it again.") from None
+    with opened(folder / weights_file) as held:
+        tensors = {own: held.get_tensor(own) for own in held.keys()}  # noqa: SIM118  it is no dict
     shapes, expected = {own: tensor.shape for own, tensor in tensors.items()}, config.shapes
     if shapes != expected:
         wrong = sorted(own for own in {*shapes, *expected} if shapes.get(own) != expected.get(own))

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any, TypedDict, get_type_hints
 
 from kvjax import OutputProjection, Policy
-from kvjax._src.checks import check_count, check_share_or_tokens, nearest
+from kvjax._src.checks import check_count, check_share_or_tokens, nearest, plain
 from kvjax._src.quantise import DtypesLike
 from kvjax.schedule import When
 from kvjax.sources import Source
@@ -61,11 +61,11 @@ class RequestSettings(TypedDict, total=False):
     """Likewise, of an answer."""
 
     max_new_tokens: int
-    temperature: float
+    temperature: float | None
     top_k: int | None
     top_p: float | None
     min_p: float | None
-    repetition_penalty: float
+    repetition_penalty: float | None
     end: tuple[int, ...] | None
 
 
@@ -83,11 +83,16 @@ class EngineSettings(Settings, PolicySettings, RequestSettings, total=False):
     evict_every: int | None
 
 
-class AnswerSettings(EngineSettings, ReadingSettings, total=False):
-    """Likewise, of a prompt and its answer."""
+class DecodeSettings(Settings, PolicySettings, ReadingSettings, total=False):
+    """Likewise, of a prompt and the tokens that decode steps feed behind it."""
 
+    evict_every: int | None
     select: Source | str | None
     sinks: int
+
+
+class AnswerSettings(EngineSettings, DecodeSettings, total=False):
+    """Likewise, of a prompt and its answer."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -164,11 +169,11 @@ class Options:
     projection: tuple[OutputProjection, ...] | None = None
     networks: Networks = None
     max_new_tokens: int = 64
-    temperature: float = 0.0
+    temperature: float | None = 0.0
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
-    repetition_penalty: float = 1.0
+    repetition_penalty: float | None = 1.0
     end: tuple[int, ...] | None = None
     progress: bool = False
     batch: int = 1
@@ -176,8 +181,8 @@ class Options:
 
     def __post_init__(self) -> None:
         for name in ("budget", "reading_budget"):
-            if isinstance(text := getattr(self, name), str):
-                object.__setattr__(self, name, check_share_or_tokens(text))
+            given = getattr(self, name)
+            object.__setattr__(self, name, check_share_or_tokens(given) if isinstance(given, str) else plain(given))
         for name, (least, hint) in COUNTS.items():
             object.__setattr__(self, name, check_count(name, getattr(self, name), least, hint))
 

@@ -162,9 +162,8 @@ def _plan_full(run: Run, prompt: CheckedPrompt, options: Options) -> tuple[Run, 
     if run.plan.selection is not None:
         run = dataclasses.replace(run, plan=dataclasses.replace(run.plan, memory_slots=slots))
     if kept is not None:
-        turn = prompt.text.tokens.shape[1]
-        size = turn_block(turn, options.block)  # turns of one number of blocks share their programs
-        spec = resized(spec, kept, -(-turn // size) * size + options.reserve, held)
+        size = turn_block(prompt.longest, options.block)  # turns of one number of blocks share their programs
+        spec = resized(spec, kept, -(-prompt.longest // size) * size + options.reserve, held)
     _check_attended(config, spec)
     return run, spec
 

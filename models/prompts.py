@@ -72,9 +72,14 @@ class CheckedPrompt(NamedTuple):
         return self.text.tokens.shape[1] > 0
 
     @property
+    def longest(self) -> int:
+        """Return the number of tokens of the longest row; the rows may be padded to more."""
+        return int(self.text.lengths.max())
+
+    @property
     def most(self) -> int:
         """Return the number of tokens in the fullest head after the prompt, as long as nothing is evicted."""
-        return self.text.tokens.shape[1] + (0 if self.kept is None else self.kept.most)
+        return self.longest + (0 if self.kept is None else self.kept.most)
 
 
 def cache_heads(config: Config, policy: Policy | None) -> int:
@@ -229,7 +234,10 @@ def tokens_seen(
 
 
 def _checked_questions(question: int | HostOrDevice, prompts: np.ndarray, most: np.ndarray) -> np.ndarray:
-    questions = np.broadcast_to(np.asarray(question), prompts.shape)
+    given = np.asarray(question)
+    if given.shape not in ((), prompts.shape):
+        raise ValueError(f"question is of shape {given.shape}; give one length, or one for each row.")
+    questions = np.broadcast_to(given, prompts.shape)
     if not np.issubdtype(questions.dtype, np.integer) or questions.min() < 0 or (questions > most).any():
         before = ", and some context must come before it" if (most < prompts).any() else ""
         raise ValueError(f"questions of {questions.tolist()} tokens do not fit prompts of {prompts.tolist()}{before}.")

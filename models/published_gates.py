@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
-from models.checkpoint import PICKLES, read_dtype, refuse_pointer
+from models.checkpoint import PICKLES, opened, read_dtype
 from models.config import Config
 from models.scorer import SIZES, Kind, ScorerConfig
 
@@ -50,25 +49,19 @@ def read_gate(folder: Path, model: Config) -> tuple[str, ScorerConfig, dict[str,
         names = ", ".join(file.name for file in files)
         raise ValueError(f"{folder} has several files of weights: {names}; give each gate a folder of its own.")
     (file,) = files
-    refuse_pointer(file)
-    try:
-        with safe_open(file, framework="np") as held:
-            found = {name: tuple(held.get_slice(name).get_shape()) for name in held.keys()}  # noqa: SIM118
-            of_layer = next((own for own in (LINEAR, PERCEPTRON, GATE) if own[min(own)].format(0) in found), None)
-            if of_layer is None:
-                return None
-            config = _checked(file, found, of_layer, model)
-            for name in found:
-                read_dtype(file, name, held.get_slice(name).get_dtype())
-            parameters = {
-                own: np.stack(
-                    [_read(own, held.get_tensor(of_layer[own].format(layer)), shape) for layer in range(layers)]
-                )
-                for own, (layers, *shape) in config.shapes.items()
-            }
-            return config.kind, config, parameters
-    except SafetensorError as error:
-        raise ValueError(f"{file} is truncated or corrupted ({error}); download it again.") from None
+    with opened(file) as held:
+        found = {name: tuple(held.get_slice(name).get_shape()) for name in held.keys()}  # noqa: SIM118
+        of_layer = next((own for own in (LINEAR, PERCEPTRON, GATE) if own[min(own)].format(0) in found), None)
+        if of_layer is None:
+            return None
+        config = _checked(file, found, of_layer, model)
+        for name in found:
+            read_dtype(file, name, held.get_slice(name).get_dtype())
+        parameters = {
+            own: np.stack([_read(own, held.get_tensor(of_layer[own].format(layer)), shape) for layer in range(layers)])
+            for own, (layers, *shape) in config.shapes.items()
+        }
+        return config.kind, config, parameters
 
 
 def _checked(file: Path, found: Mapping[str, tuple[int, ...]], names: Mapping[str, str], model: Config) -> ScorerConfig:

@@ -14,8 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Int
-from safetensors import SafetensorError
-from safetensors.numpy import load_file
 
 import kvjax
 from kvjax._src.chains import policy_of
@@ -24,10 +22,11 @@ from kvjax._src.reconstruction import NO_WORDS
 from kvjax._src.split_cache import ModelCache
 from kvjax.schedule import HostOrDevice
 from models import engine, loading, states
+from models.checkpoint import opened
 from models.decoder import Decoder
 from models.folders import find_folder
 from models.options import Options, PromptSettings, options_of
-from models.prompts import Tokens
+from models.prompts import Tokens, check_prompt
 from models.repeating import asking
 
 FILE, TENSOR = "restore_embeddings.safetensors", "restore_embeddings"
@@ -58,10 +57,8 @@ def load_restorer(folder: str | Path, *, dtype: DTypeLike | None = None) -> Deco
     place = find_folder(folder) / FILE
     if not place.is_file():
         raise FileNotFoundError(f"{folder} has no {FILE}; give a folder with both.")
-    try:
-        tokens = load_file(place).get(TENSOR)
-    except SafetensorError as error:
-        raise ValueError(f"{place} is truncated or corrupted ({error}); download it again.") from None
+    with opened(place) as held:
+        tokens = held.get_tensor(TENSOR) if TENSOR in held.keys() else None  # noqa: SIM118  it is no dict
     adapted, _ = loading.load(folder, dtype=dtype)
     width = adapted.config.hidden_size
     if tokens is None or tokens.ndim != 2 or tokens.shape[1] != width or not np.isfinite(tokens.astype(float)).all():
@@ -116,9 +113,10 @@ def prefill_restored(
     if scored is None:
         raise ValueError("the policy is full, which keeps all; give one that scores the text's tokens, such as kvzip.")
     policy = kvjax.chain(scored, kvjax.protect(recent=R))
-    whole = dataclasses.replace(options, policy=policy, budget=max(budget, *map(len, tokens)))
+    rows = check_prompt(model, tokens, lengths, None).text.lengths
+    whole = dataclasses.replace(options, policy=policy, budget=max(budget, int(rows.max())))
     cache = engine.prefill(model, tokens, lengths=lengths, options=whole).cache
-    behind = np.tile(np.arange(R, dtype=np.int32), (len(tokens), 1))
+    behind = np.tile(np.arange(R, dtype=np.int32), (len(rows), 1))
     if policy.needs.reconstruction is not None:  # the restore tokens stay whatever they score: no words ask for them
         policy = asking(policy, NO_WORDS)
     least = dataclasses.replace(options, policy=policy, budget=budget)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple, get_type_hints
 
@@ -16,18 +15,30 @@ from kvjax.schedule import HostOrDevice
 
 
 class Sampling(NamedTuple):
-    """A choice of tokens: the most likely one at temperature 0, else drawn; see :class:`models.Options`."""
+    """A choice of tokens, see :class:`models.Options`: without a temperature the most likely one, else drawn.
 
-    temperature: float = 0.0
+    A compiled program fits any numbers; None is for what changes nothing, and no program computes that.
+    """
+
+    temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
-    repetition_penalty: float = 1.0
+    repetition_penalty: float | None = None
+
+    @classmethod
+    def of(cls, **given: Any) -> Sampling:
+        """Make a choice from fields, whose types are checked: a temperature of 0, for example, is none."""
+        checked = check_types(given, get_type_hints(cls))
+        return cls(**{name: None if value == OFF.get(name) else value for name, value in checked.items()})
 
     @property
     def greedy(self) -> bool:
         """Tell whether it takes the largest of the model's logits."""
-        return self.temperature == 0 and self.repetition_penalty == 1
+        return self.temperature is None and self.repetition_penalty is None
+
+
+OFF = {"temperature": 0, "top_p": 1, "repetition_penalty": 1}  # what changes nothing
 
 
 class Draws(NamedTuple):
@@ -55,12 +66,12 @@ class Draws(NamedTuple):
 def sample(logits: Float[Array, "B V"], draws: Draws, sampling: Sampling) -> tuple[Int[Array, "B"], Draws]:
     """Choose the next token of each row, and return what the next choice needs."""
     key, seen = draws
-    if sampling.repetition_penalty != 1:
+    if sampling.repetition_penalty is not None:
         assert seen is not None
         logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
         penalty = sampling.repetition_penalty
         logits = jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
-    if sampling.temperature == 0:
+    if sampling.temperature is None:
         token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     else:
         assert key is not None
@@ -75,23 +86,22 @@ def _drawn(logits: Float[Array, "B V"], key: Array, sampling: Sampling) -> Int[A
     """Draw the next token of each row."""
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     tiny = float(jnp.finfo(logits.dtype).tiny)
-    temperature = min(max(sampling.temperature, tiny), 1 / tiny)  # XLA multiplies by 1 / temperature
+    temperature = jnp.clip(sampling.temperature, tiny, 1 / tiny)  # XLA may multiply by 1 / temperature
     # The largest logit is subtracted first: logits / temperature may overflow, and inf - inf is not a number.
     largest = jnp.max(logits, axis=-1, keepdims=True)
     scaled = jnp.where(logits == largest, 0, (logits - largest) / temperature)
-    top_p = 1.0 if sampling.top_p is None else sampling.top_p
-    if sampling.top_k is not None or top_p < 1:
+    if sampling.top_k is not None or sampling.top_p is not None:
         # Ranked by the unscaled logits, ties by the lower id: at a high temperature, different logits become equal.
         rank = jnp.argsort(jnp.argsort(logits, axis=-1, descending=True), axis=-1)
     if sampling.top_k is not None:
         scaled = jnp.where(rank < sampling.top_k, scaled, -jnp.inf)
-    if top_p < 1:
+    if sampling.top_p is not None:
         descending = jnp.sort(jax.nn.softmax(scaled, axis=-1), axis=-1, descending=True)
         before = jnp.cumsum(descending, axis=-1) - descending
-        needed = jnp.sum(before < top_p, axis=-1, keepdims=True)
+        needed = jnp.sum(before < sampling.top_p, axis=-1, keepdims=True)
         scaled = jnp.where(rank < jnp.maximum(needed, 1), scaled, -jnp.inf)
     if sampling.min_p is not None:
-        scaled = jnp.where(scaled >= math.log(sampling.min_p), scaled, -jnp.inf)  # the most likely token's is 0
+        scaled = jnp.where(scaled >= jnp.log(sampling.min_p), scaled, -jnp.inf)  # the most likely token's is 0
     return jax.random.categorical(key, scaled, axis=-1).astype(jnp.int32)
 
 
@@ -117,24 +127,24 @@ def check_end(end: tuple[int, ...]) -> tuple[int, ...]:
 
 def check_sampling(key: Array | None, **given: Any) -> Sampling:
     """Return how tokens are drawn, from fields of Sampling, after a check of them and of the key."""
-    sampling = Sampling(**check_types(given, get_type_hints(Sampling)))
+    sampling = Sampling.of(**given)
     if sampling != Sampling() or key is not None:
         _check_draws(sampling, key)
     return sampling
 
 
 def _check_draws(sampling: Sampling, key: Array | None) -> None:
-    if sampling.temperature < 0:
+    if sampling.temperature is not None and sampling.temperature < 0:
         raise ValueError(f"temperature is {sampling.temperature}; give 0 for the most likely token, or more to draw.")
     if sampling.top_k is not None:
         check_count("top_k", sampling.top_k, 1, "draw from at least 1 token")
     for name, share in (("top_p", sampling.top_p), ("min_p", sampling.min_p)):
         if share is not None and not 0 < share <= 1:
             raise ValueError(f"{name} is {share}; give a share in (0, 1].")
-    if sampling.repetition_penalty <= 0:
+    if sampling.repetition_penalty is not None and sampling.repetition_penalty <= 0:
         raise ValueError(f"repetition_penalty is {sampling.repetition_penalty}; give a factor above 0, or 1 for none.")
     if key is not None and not (hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
         old = " of the old kind (jax.random.PRNGKey)" if getattr(key, "dtype", None) == np.uint32 else ""
         raise ValueError(f"key is a {type(key).__name__}{old}; give a random key, such as jax.random.key(0).")
-    if sampling.temperature > 0 and key is None:
+    if sampling.temperature is not None and key is None:
         raise ValueError("temperature is above 0 but no key was given; pass key=jax.random.key(0), for example.")

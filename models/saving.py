@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ def save(folder: str | Path, model: Decoder, tokenizer: Tokenizer | tokenizers.T
         ...     sorted(os.listdir(folder))
         ['config.json', 'model.safetensors']
     """
-    folder = Path(folder)
+    folder = Path(os.path.expanduser(folder))
     if model.config.most_attended:
         raise ValueError("the model's indexer was not read, so it cannot be saved; keep the folder it was read from.")
     config = to_hugging_face(model.config)

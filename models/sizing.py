@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
+from typing import Any
 
 import numpy as np
 
@@ -12,11 +13,14 @@ import kvjax
 from kvjax import Policy
 from kvjax._src.capacity import CacheSpec, most_held, rounded_up
 from kvjax._src.checks import check_share_or_tokens
+from kvjax._src.quantise import DtypesLike
 from kvjax.allocation import CAP
 from kvjax.schedule import copy_size, power_of_two, question_room, turn_block
+from models.decoder import Decoder
 from models.options import Options
 from models.plan import Plan
 from models.prompts import CheckedPrompt, Kept
+from models.recurrent import states_of
 
 
 def copied(policy: Policy, tokens: int) -> int:
@@ -32,10 +36,15 @@ def budgets_of(policy: Policy, options: Options, lengths: np.ndarray) -> np.ndar
     budget = checked_budget(policy, options.budget, options.block)
     if isinstance(budget, int):
         return np.full(lengths.shape, budget, np.int32)
-    budgets = np.ceil(np.round(budget * lengths, 6)).astype(np.int32)  # 0.07 of 100 is 7, not 7.000000000000001
+    budgets = share_of(lengths, budget)
     for row_budget in np.unique(budgets):
         kvjax.check_budget(policy, int(row_budget))
     return budgets
+
+
+def share_of(lengths: np.ndarray, share: float) -> np.ndarray:
+    """Return a share of texts in tokens: 0.07 of 100 is 7, not 7.000000000000001, of which the next integer is 8."""
+    return np.ceil(np.round(share * lengths, 6)).astype(np.int32)
 
 
 def reading_of(policy: Policy, options: Options, lengths: np.ndarray, budgets: np.ndarray) -> np.ndarray:
@@ -104,7 +113,7 @@ def sized(
     entering, context = answer, int(text.context.max())
     repeated = copied(policy, prompt.most) if whole else copies
     if whole and context:
-        entering = text.tokens.shape[1] - int(text.questions.min()) + repeated
+        entering = prompt.longest - int(text.questions.min()) + repeated
     elif fed and context:
         entering = turn_block(context, options.block) + repeated
     if kept is None:
@@ -151,3 +160,15 @@ def resized(spec: CacheSpec, kept: Kept, entering: int, step: int, evicted: bool
     if evicted and sum(slots) > 2 * sum(spec.layer_slots):
         return dataclasses.replace(spec, prompt_slots=slots)
     return dataclasses.replace(spec, layer_slots=slots)
+
+
+def full_cache_bytes(model: Decoder, tokens: int, dtype: DtypesLike | None = None) -> int:
+    """Compute the bytes of a cache of so many tokens; ``dtype`` is of keys and values, the model's by default."""
+    if not tokens:
+        return 0
+    config, own = model.config, model.embedding[...].dtype
+    heads, dims = zip(*config.cached_heads, strict=True)
+    sizes: Any = dict(layers=len(heads), kv_heads=heads, head_dim=dims)
+    sizes["rotated"] = None if config.latent is None else config.latent.rotated
+    sizes |= dict(recurrent=states_of(config, own))
+    return kvjax.memory(**sizes, budget=tokens, block=0, dtype=own if dtype is None else dtype).total

@@ -20,7 +20,7 @@ from kvjax.schedule import HostOrDevice, Phase, Schedule
 from models.decoder import Decoder
 from models.driver import Steps, feed_prompt, over_steps, prefill_at_once
 from models.engine import Hidden, prepare
-from models.options import AnswerSettings, Options, options_of
+from models.options import DecodeSettings, Options, options_of
 from models.prompts import Tokens, check_prompt
 from models.steps import DecodeState, Run, decode_positions, forward
 
@@ -32,7 +32,7 @@ def teacher_forced(
     lengths: Int[HostOrDevice, "B"] | None = None,
     prompt: int = 1,
     options: Options | None = None,
-    **settings: Unpack[AnswerSettings],
+    **settings: Unpack[DecodeSettings],
 ) -> Hidden:
     """Feed given texts as if the model had generated them: a prompt, then one token of each row per decode step.
 
@@ -67,7 +67,7 @@ def teacher_forced(
     if (whole.lengths <= prompt).any():
         raise ValueError(f"a text has {int(whole.lengths.min())} tokens, and its prompt {prompt}; give longer texts.")
     made = np.where(np.arange(whole.tokens.shape[1]) < whole.lengths[:, None], whole.tokens, -1)[:, prompt:]
-    options = options_of("teacher_forced", AnswerSettings, options, settings, reserve=made.shape[1])
+    options = options_of("teacher_forced", DecodeSettings, options, settings, reserve=made.shape[1])
     given = check_prompt(model, whole.tokens[:, :prompt], None, None, None, options.policy)
     run, sizes, fed = prepare(model, given, options)
     steps = Steps.of(run, sizes)

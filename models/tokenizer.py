@@ -12,10 +12,9 @@ from typing import Any
 import tokenizers
 
 from models import added_tokens, chat_templates
-from models.files import first_of
 from models.limited import Limited
 
-FILES = ("tokenizer.json", "tokenizer.model")  # in transformers' order; the second is not read
+FILE = "tokenizer.json"  # tokenizer.model, which many models have beside it, is not read
 MARK = "\x01"  # stands for the text before a continuation: a character that is joined to no other
 # No chat needs as much.
 _render = Limited(chat_templates.__file__, "render", seconds=5, gib=1)
@@ -90,9 +89,9 @@ class Tokenizer:
             ValueError: a file is damaged, or a companion gives a token another id than it gets.
         """
         folder = Path(folder)
-        file = first_of(folder, FILES)
-        if file is None or file.name != FILES[0]:
-            raise FileNotFoundError(f"{folder} has no tokenizer.json; give a folder that holds one.")
+        file = folder / FILE
+        if not file.is_file():
+            raise FileNotFoundError(f"{folder} has no {FILE}; give a folder that holds one.")
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises nothing narrower

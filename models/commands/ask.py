@@ -36,7 +36,8 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--save", metavar="FILE", help="write the compressed document into a file (default: no file)")
     budget = "slots per head (512), or a ratio of the document (0.25) (default: 0.25; none for 'full')"
     what = "what to keep; 'auto' is gate for a model that has one, else repeat; 'full' keeps all tokens"
-    helps: dict[str, Any] = dict(policy=dict(default="auto", help=what), budget=dict(help=budget))
+    helps: dict[str, Any] = dict(policy=dict(default=None, help=f"{what} (default: auto)"), budget=dict(help=budget))
+    helps["when"] = dict(default=None, help=f"{FLAGS['when']['help']} (default: block)")
     add_shared_flags(flags, "policy", "budget", "reading_budget", "when", "system", "template", **helps)
     flags.add_argument("--plain", action="store_true", help="leave the model's chat template out (default: no)")
     at_once = dict(default=1, help="questions answered at once, each in a copy of the cache")

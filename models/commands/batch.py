@@ -29,7 +29,8 @@ def parser() -> argparse.ArgumentParser:
     )
     flags.add_argument("--out", type=Path, required=True, help="file of the answers, one JSON object per line")
     flags.add_argument("--rows", type=count, default=8, help="answers that are made at once")
-    add_shared_flags(flags, "model", "chat", "template", "policy", "budget", "when", "evict_every", *RUN, *MESH)
+    add_shared_flags(flags, "model", "chat", "template", "policy", "budget", "when", "evict_every")
+    add_shared_flags(flags, "networks", *RUN, *MESH)
     flags.add_argument(
         "--longest-prompt",
         type=count,

@@ -16,6 +16,7 @@ import models
 from models import asking
 from models.asking import Form
 from models.commands import ask
+from models.config import Rope
 from models.states import without_room
 from tests.models import reference
 from tests.models.commands.test_chat import CHATML, CONFIG, LLAMA, SYSTEM_LAST, WITHOUT_THOUGHTS, spaced, tokenizer_of
@@ -139,6 +140,28 @@ def test_a_document_of_two_tokens_keeps_what_the_default_policy_protects(model, 
     assert (found.cache.num_live == found.document_tokens).all()
 
 
+@pytest.mark.parametrize(
+    ("changes", "policy", "message"),
+    [
+        (dict(max_positions=80), "full", "the model has 80 positions"),
+        (dict(rope=Rope(type="dynamic", factor=2.0, original_positions=70)), "tova", "texts beyond 70 tokens"),
+    ],
+)
+def test_a_document_that_no_question_fits_behind_is_not_read(model, monkeypatch, changes, policy, message):
+    tokenizer = tokenizer_of(CHATML)
+    other = models.Decoder(dataclasses.replace(model.config, **changes), model.arrays())
+    monkeypatch.setattr(models, "stream", lambda *_, **__: pytest.fail("the document was read"))
+    with pytest.raises(ValueError, match=message):
+        models.ask(other, tokenizer, DOCUMENT * 3, QUESTIONS, policy=policy, budget=None if policy == "full" else 48)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_share_of_a_short_document_is_what_the_run_takes_for_it(model):
+    """0.07 of 100 tokens is 7.000000000000001 as a product, and 7 tokens are less than the policy protects."""
+    options = dataclasses.replace(asking.OPTIONS, policy="tova+protect(sinks=4,recent=4)", budget=0.07)
+    assert asking._as_read(model, options, tokenizer_of(CHATML), 100).budget == 8
+
+
 @pytest.mark.parametrize("made", [tokenizer_of, spaced])
 @pytest.mark.parametrize(
     ("template", "system"),
@@ -170,7 +193,9 @@ def test_a_command_asks_a_file_and_what_it_saved(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"{asked[1]}\n\n{asked[0]}\n"))
     assert ask.main(["retriever", "--load", str(kept), "--json", "--batch", "2", *made]) == 0
     figures = json.loads(capsys.readouterr().out)
-    assert [record["answer"].strip() for record in figures["answers"]] == ["0382", "4719"]
+    assert [record["answer"].strip() for record in figures["answers"]] == ["0382", "4719"] and figures["when"] is None
+    assert ask.main(["retriever", "--load", str(kept), "--budget", "0.5", "--question", "Who?"]) == 2
+    assert "argument --budget: not allowed with argument --load" in capsys.readouterr().err
     info = kvjax.cache_info(kept)
     assert (figures["policy"], figures["budget"], figures["document_tokens"]) == ("keydiff", 24, info["tokens"][0])
     assert {name: figures[name] for name in ("cache_bytes", "full_cache_bytes")} == {

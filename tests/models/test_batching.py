@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import models
-from models import batching, steps
+from models import batching, driver, steps
 from tests.models import tiny
 from tests.models.tiny import CONFIG, SETTINGS, STATE, VOCABULARY, WINDOW, decoder, run
 from tests.tiers import first, matrix, nightly
@@ -149,6 +149,14 @@ def test_what_comes_and_goes_compiles_nothing_new():
     before = [program._cache_size() for program in programs]
     served(requests(12, seed=8), 2, **EVERY)
     assert [program._cache_size() for program in programs] == before
+
+
+def test_a_temperature_asks_for_no_program_of_its_own():
+    drawn = [dict(temperature=one, top_p=0.9, key=jax.random.key(0), max_new_tokens=2) for one in (0.5, 0.7, 1.3)]
+    served([([1, 2, 3], drawn[0])], 1, **EVERY)
+    before = driver.next_token._cache_size()
+    served([([1, 2, 3], sampling) for sampling in drawn[1:]], 1, **EVERY)
+    assert driver.next_token._cache_size() == before
 
 
 @pytest.mark.parametrize("longest", [4, None])

@@ -31,6 +31,20 @@ def test_fifty_blocks_keep_the_references_tokens_and_give_its_logits():
         np.testing.assert_allclose(logits[row, :length], expected.logits, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("settings", [{}, dict(policy="tova", budget=16, when="prompt")], ids=str)
+def test_rows_that_are_padded_to_more_take_no_more_slots(settings):
+    sizes, rows = [], TOKENS[:2, :40]
+    for tokens in (rows, np.pad(rows, ((0, 0), (0, 200)))):
+        seen = []
+        steps = models.stream(
+            decoder(), tokens, lengths=[40, 31], block=16, max_new_tokens=2, **settings,
+            on_block=lambda done, total, cache: seen.append(cache.nbytes),  # noqa: B023
+        )  # fmt: skip
+        made = [(token.tolist(), cache.nbytes) for token, cache in steps]
+        sizes.append((max(seen), made))
+    assert sizes[0] == sizes[1]
+
+
 def test_each_step_draws_anew_and_a_stream_draws_what_generate_does(run_by_layer):
     """So hot that all tokens are alike, twelve draws are twelve different ones or nearly so."""
     hot = dict(temperature=1e6, top_k=200, top_p=0.9, end=(3, 4), max_new_tokens=12, lengths=tiny.LENGTHS)

@@ -14,7 +14,7 @@ import models
 from models import engine
 from models.config import AltUp, GlobalHeads
 from models.config_json import from_hugging_face, to_hugging_face
-from models.sizes import full_cache_bytes
+from models.sizing import full_cache_bytes
 from tests.models import tiny
 from tests.models.make_golden import BLOCK, GOLDEN, PROMPT, RECENT
 from tests.tiers import first

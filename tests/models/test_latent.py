@@ -18,7 +18,7 @@ from models import planning
 from models.config import Config, Latent, Rope, Routing
 from models.config_json import from_hugging_face
 from models.decoder import _chosen
-from models.sizes import full_cache_bytes
+from models.sizing import full_cache_bytes
 from tests.models import reference, tiny
 from tests.models.make_golden import GOLDEN
 from tests.models.reference import latent

@@ -9,7 +9,7 @@ from models import sampling
 from models.sampling import Draws, Sampling
 from tests.models.reference import softmax
 
-sample = jax.jit(sampling.sample, static_argnums=2)
+sample = jax.jit(sampling.sample)
 DRAWS = 4096
 WIDTH = 6  # of all logits here, so that they share programs; what is missing is ruled out
 
@@ -18,7 +18,7 @@ def drawn(logits: list[float], dtype: str = "float32", **how: float) -> np.ndarr
     """How often each token is drawn, in DRAWS rows of the same logits."""
     padded = np.full((DRAWS, WIDTH), -np.inf, np.float32)
     padded[:, : len(logits)] = logits
-    found, _ = sample(jnp.asarray(padded, dtype), Draws(jax.random.key(0)), Sampling(**how))  # type: ignore[arg-type]
+    found, _ = sample(jnp.asarray(padded, dtype), Draws(jax.random.key(0)), Sampling.of(**how))
     counts = np.bincount(found, minlength=len(logits))
     assert not counts[len(logits) :].any()
     return counts[: len(logits)]
@@ -86,7 +86,7 @@ def test_top_1_and_the_smallest_share_are_greedy_at_any_temperature(temperature,
 def test_a_share_of_1_leaves_no_token_out():
     logits = jax.random.normal(jax.random.key(1), (1, 50_000)) * 1e-3
     rows = jnp.broadcast_to(logits.at[0, 7].set(-9.0), (1, 50_000))  # the last in order, where rounding adds up
-    whole, alone = (Sampling(1.0, top_p=p) for p in (1.0, None))
+    whole, alone = (Sampling.of(temperature=1.0, top_p=p) for p in (1.0, None))
     for seed in range(20):
         key = jax.random.key(seed)
         assert sample(rows, Draws(key), whole)[0].item() == sample(rows, Draws(key), alone)[0].item()

@@ -32,6 +32,10 @@ def command(flags: argparse.Namespace) -> None:
         raise ValueError("the questions cannot come from standard input here; give them with --question.")
     if not all(question.strip() for question in flags.question or ()):
         raise ValueError("a question is empty; give --question some text.")
+    given = [name for name in ("policy", "budget", "reading_budget", "when") if getattr(flags, name) is not None]
+    if flags.load is not None and given:
+        flag = given[0].replace("_", "-")
+        raise ValueError(f"argument --{flag}: not allowed with argument --load, whose document is compressed already.")
     policy, budget, document = None, None, ""
     if flags.load is None:  # checked before the weights are read
         budget = None if flags.budget is None else commands.parse_budget(flags.budget)
@@ -101,7 +105,8 @@ def command(flags: argparse.Namespace) -> None:
         digests = provenance.of_run(model, tokenizer)
         figures = {
             "model": flags.model, "document": flags.document or flags.load, "policy": name, "budget": budget,
-            "when": flags.when, "document_tokens": found.document_tokens, "cache_bytes": found.cache_bytes,
+            "when": None if flags.load is not None else flags.when or "block",
+            "document_tokens": found.document_tokens, "cache_bytes": found.cache_bytes,
             "full_cache_bytes": found.full_cache_bytes, "peak_cache_bytes": peak, "seconds": found.seconds,
             "answers": records,
         }  # fmt: skip

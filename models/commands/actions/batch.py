@@ -24,6 +24,7 @@ from models.batching import Engine
 from models.commands import distributed, provenance
 from models.commands.programs import make_room
 from models.commands.shared_flags import mesh_of, read_prompts, run_settings, with_template_values
+from models.networks import load_networks, wanted_by
 from models.sampling import Sampling
 
 FIELDS = {"prompt": str, "id": object}
@@ -51,6 +52,7 @@ def command(flags: argparse.Namespace) -> None:
     budget = None if flags.budget is None else commands.parse_budget(flags.budget)
     model, tokenizer = models.load(flags.model, dtype=flags.dtype, mesh=mesh_of(flags))
     tokenizer = with_template_values(flags, commands.check_tokenizer(flags.model, tokenizer))
+    networks = load_networks(flags.networks, flags.model, model, [wanted_by(policy)], dtype=flags.dtype)
     policy = models.with_repeat_prompt(policy, tokenizer)
     chosen = run_settings(flags)
     run = dict(
@@ -67,7 +69,7 @@ def command(flags: argparse.Namespace) -> None:
         engine = Engine(
             model, rows=flags.rows, policy=policy, budget=budget, when=flags.when, block=flags.block,
             evict_every=flags.evict_every, max_new_tokens=flags.max_new_tokens, longest_prompt=flags.longest_prompt,
-            cache_dtype=flags.cache_dtype,
+            cache_dtype=flags.cache_dtype, networks=networks or None,
         )  # fmt: skip
         begun, tokens, failed = time.monotonic(), 0, 0
         sampling = {name: chosen[name] for name in Sampling._fields}
@@ -101,9 +103,9 @@ def command(flags: argparse.Namespace) -> None:
                     _write(file, prompt, run, figures | {"tokens": ids})
                     bar.set_postfix(tokens_s=round(tokens / (time.monotonic() - begun)))
                     bar.update()
-    seconds = time.monotonic() - begun
+    seconds, answered = time.monotonic() - begun, len(asked) - failed
     print(
-        f"{len(asked)} answers in {flags.out}: {len(done)} were there, {len(asked) - len(done) - failed} are new "
+        f"{answered} answers in {flags.out}: {len(done)} were there, {answered - len(done)} are new "
         f"({tokens:,} tokens in {seconds:,.1f} s, {tokens / max(seconds, 1e-9):,.0f} tokens/s with the prompts)."
     )
     if failed:

@@ -23,20 +23,18 @@ import numpy as np
 
 import kvjax
 import models
-from kvjax._src.chains import policy_of
 from kvjax._src.quantise import check_dtypes
 from kvjax._src.split_cache import ModelCache
 from kvjax.schedule import power_of_two
-from models import commands, hosts, selecting
-from models.asking import automatic, is_automatic
+from models import commands, hosts
+from models.asking import automatic, checked, is_automatic
 from models.commands.shared_flags import run_settings, with_template_values
 from models.commands.terminal import REPEATED, Screen, policy_in_words, sizes_in_words
 from models.loading import published_sampling
 from models.networks import load_networks, wanted_by
 from models.prompts import kept_of
 from models.sampling import Draws, Repetition, Sampling
-from models.sizes import full_cache_bytes
-from models.sizing import checked_budget
+from models.sizing import checked_budget, full_cache_bytes
 from models.states import without_room
 
 POLICY, BUDGET = "window", 1024  # or AUTO's
@@ -340,29 +338,23 @@ def _sampling(flags: argparse.Namespace) -> Sampling:
     """Return the sampling of the flags; where they name no temperature, that of the model's authors."""
     given = {name: getattr(flags, name) for name in Sampling._fields if getattr(flags, name) is not None}
     if flags.temperature is not None:
-        return Sampling()._replace(**given)
-    return published_sampling(flags.model)._replace(**given)
+        return Sampling.of(**given)
+    return Sampling.of(**published_sampling(flags.model)._asdict() | given)
 
 
 def _sampling_in_words(sampling: Sampling) -> str:
-    said = {name: value for name, value in sampling._asdict().items() if value != Sampling._field_defaults[name]}
-    if not sampling.temperature:
-        said = {"repetition_penalty": sampling.repetition_penalty} if not sampling.greedy else {}
-    words = [f"{name} {value:g}" for name, value in said.items()]
-    return ", ".join(words if sampling.temperature else ["the most likely tokens", *words])
+    drawn = sampling.temperature is not None
+    said = sampling if drawn else Sampling(repetition_penalty=sampling.repetition_penalty)
+    words = [f"{name} {value:g}" for name, value in said._asdict().items() if value is not None]
+    return ", ".join(words if drawn else ["the most likely tokens", *words])
 
 
 def _checked(flags: argparse.Namespace) -> tuple[kvjax.Policy | None, int | float | None]:
     """Return the policy and the budget of the flags, else of the file to load, else the default ones."""
     said: dict[str, Any] = {} if flags.load is None else kvjax.cache_info(flags.load)
-    policy = policy_of(said.get("policy") or POLICY if is_automatic(flags.policy) else flags.policy)
-    if policy is None:
-        if flags.budget is not None:
-            raise ValueError(f"'full' keeps all, but a budget of {flags.budget} was given; leave one of them out.")
-        return None, None
-    selecting.check_memory_is_kept(policy, POLICY)
-    budget = flags.budget if flags.budget is not None else said.get("budget") or BUDGET
-    return policy, checked_budget(policy, budget, flags.block)
+    policy = said.get("policy") if is_automatic(flags.policy) else flags.policy
+    budget = said.get("budget") if flags.budget is None else flags.budget
+    return checked(policy, budget, flags.block, (POLICY, BUDGET))
 
 
 def _turn(talk: Conversation, text: str, screen: Screen) -> None:

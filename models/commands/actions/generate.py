@@ -21,13 +21,13 @@ from kvjax._src.policy_checks import check_policy_given
 from kvjax._src.split_cache import ModelCache
 from kvjax.schedule import moments
 from models import commands, hosts, selecting
+from models.asking import Form
 from models.commands import distributed, provenance
 from models.commands.programs import make_room
 from models.commands.shared_flags import mesh_of, read_input, read_prompts, run_settings, with_template_values
 from models.commands.terminal import sizes_in_words
 from models.networks import Network, load_networks, read_by, wanted_by
-from models.sizes import full_cache_bytes
-from models.sizing import checked_budget
+from models.sizing import checked_budget, full_cache_bytes
 
 PROMPT_FIELDS = {"prompt": str, "question": str, "policy": str, "budget": int | float}
 
@@ -102,9 +102,13 @@ def _answer(
 ) -> dict[str, Any]:
     """Run a prompt and return its text and figures; ``show`` gets the text in pieces as it is generated."""
     model, tokenizer, networks = loaded
-    prompt = tokenizer.chat([{"role": "user", "content": request.prompt}]) if flags.chat else request.prompt
-    context = tokenizer.encode(prompt, add_special_tokens=not flags.chat)
-    question = [] if request.question is None else tokenizer.continuation(request.question, *context[-1:])
+    if flags.chat and request.question is not None:  # one message, which is cut where the question begins
+        form = Form.of(tokenizer, None)
+        context, question = form.document(request.prompt), form.question(request.question)
+    else:
+        prompt = tokenizer.chat([{"role": "user", "content": request.prompt}]) if flags.chat else request.prompt
+        context = tokenizer.encode(prompt, add_special_tokens=not flags.chat)
+        question = [] if request.question is None else tokenizer.continuation(request.question, *context[-1:])
     tokens = [*context, *question]
     begun, blocks, steps, sizes = time.perf_counter(), list[tuple[float, int]](), list[float](), []
     pieces, generated = tokenizer.stream(), []

@@ -15,7 +15,7 @@ import pytest
 import models
 from models.commands import chat, generate
 from tests.models import reference
-from tests.models.commands.test_chat import spaced
+from tests.models.commands.test_chat import CHATML, spaced, tokenizer_of
 
 PROMPT = "The code of amber falcon is 4719. It was a quiet day. Question: what is the code of amber falcon? Answer:"
 SMALL = ["--block", "16", "--max-new-tokens", "4"]
@@ -232,3 +232,21 @@ def test_a_question_goes_on_where_the_prompt_ends(monkeypatch):
     monkeypatch.setattr(models, "stream", stream)
     assert generate.main(["retriever", "--prompt", "It costs $", "--question", "12?", *SMALL]) == 2
     assert seen == [(tokenizer.encode("It costs $12?"), 3)]
+
+
+def test_a_question_in_a_chat_template_is_part_of_the_message(monkeypatch):
+    tokenizer, seen = tokenizer_of(CHATML), []
+
+    def stream(model, tokens, **settings):
+        seen.append((tokens[0], settings["question"]))
+        raise ValueError("that is all")
+
+    monkeypatch.setattr(
+        models, "load", lambda *_, **__: (reference.decoder(models.Config(300, 16, 16, 1, 1, 1)), tokenizer)
+    )
+    monkeypatch.setattr(models, "stream", stream)
+    assert generate.main(["retriever", "--chat", "--prompt", PROMPT, "--question", "Who?", *SMALL]) == 2
+    whole = tokenizer.chat([{"role": "user", "content": f"{PROMPT.strip()}\n\nWho?"}])
+    ((tokens, question),) = seen
+    assert tokenizer.decode(tokens) == tokenizer.decode(tokenizer.encode(whole, add_special_tokens=False))
+    assert tokenizer.decode(tokens[-question:]).startswith("\n\nWho?")
