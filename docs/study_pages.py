@@ -20,7 +20,6 @@ from evals.claims import ELSEWHERE, FAILS, HOLDS, OPEN, Judgement
 from evals.run_settings import RECENCY
 from evals.study_panels import QUESTIONS, Cell, Panel, cells, form_place, panels, shown
 
-PAPERS = ("CAOTE", "SAGE-KV", "LaProx")
 DECIDED = (HOLDS, FAILS, ELSEWHERE)
 
 

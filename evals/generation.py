@@ -204,6 +204,8 @@ def _questions(
     ``asked`` are, for each text, the group and the number of each of its samples.
     """
     of_text = [[drawn[number][row] for number, row in samples] for samples in asked]
+    if len({len(samples) for samples in of_text}) > 1:
+        raise ValueError("some texts are asked fewer questions than others; give a first that is a multiple of them.")
     tails = [[sample.tokens[sample.context_end :] for sample in samples] for samples in of_text]
     widest, new = max(len(tail) for text in tails for tail in text), max(group.new_tokens for group in groups)
     texts = [samples[0].tokens[: samples[0].context_end] for samples in of_text]

@@ -22,6 +22,7 @@ import models
 from evals import answering, documents, evaluator
 from evals.documents import DataSet, Task
 from kvjax._src import install
+from models import fingerprints
 from models.commands.shared_flags import add_shared_flags, count
 from models.limited import Limited
 
@@ -114,7 +115,12 @@ def check(flags: argparse.Namespace) -> None:
 def make_groups(flags: argparse.Namespace, config: models.Config, tokenizer: models.Tokenizer) -> list[evaluator.Group]:
     """Make one group per task, in which each problem comes ``--repeats`` times."""
     return [
-        dataclasses.replace(group, size=group.size * flags.repeats, draw=functools.partial(_repeated, group, flags))
+        dataclasses.replace(
+            group,
+            size=group.size * flags.repeats,
+            draw=functools.partial(_repeated, group, flags),
+            fields=lambda sample: {"text": fingerprints.digest([int(token) for token in sample.tokens])},
+        )
         for group in DATA.make_groups(flags, config, tokenizer)
     ]
 

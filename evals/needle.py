@@ -171,7 +171,7 @@ def make_groups(flags: argparse.Namespace, config: models.Config, tokenizer: mod
                 lambda answer, sample: float(exact(answer.tokens, sample)),
                 end=(),
                 questions=(question,),
-                fields=lambda sample: {"depth": sample.depth},
+                fields=lambda sample: {"depth": sample.depth, "text": sample.text},
             )
         )
     return groups

@@ -114,6 +114,7 @@ def compare(
     values: Callable[[Mapping[str, Any]], Sequence[float]],
     where: Sequence[str] = (),
     fields: Sequence[str] = ("budget", "when", "evicts"),
+    interval: Callable[[Sequence[float]], tuple[float, float, float]] = statistics.paired_interval,
 ) -> list[dict[str, Any]]:
     """Compare each line with those of :func:`pairs`: the difference of their values of the same samples.
 
@@ -121,6 +122,7 @@ def compare(
         values: one number per sample of a line; lines with other numbers of samples are not compared.
         where: see :func:`pairs`.
         fields: those of a line that its comparisons have, too, beside ``where``.
+        interval: of a mean of differences; see :func:`evals.statistics.comparison`.
     """
     found = []
     for line, other in pairs(lines, against, where):
@@ -128,7 +130,8 @@ def compare(
         if len(ours) == len(theirs) > 0:
             told = {"policy": line["policy"], "against": other["policy"]}
             told |= {name: line[name] for name in (*fields, *where) if name in line}
-            found.append(told | statistics.comparison([a - b for a, b in zip(ours, theirs, strict=True)]))
+            differences = [a - b for a, b in zip(ours, theirs, strict=True)]
+            found.append(told | statistics.comparison(differences, interval))
     return found
 
 

@@ -252,10 +252,14 @@ def _needles(rng: np.random.Generator, task: Needles, units: int, essay: _Senten
         context = " ".join(sentences)
     else:
         other = np.random.default_rng(rng.integers(2**63))  # the first lines are the same for every number of them
-        lines = [
-            NOISE if task.haystack == "noise" else state(_random(other, task.keys), _random(other, task.values))
-            for _ in range(units)
-        ]
+
+        def line() -> str:
+            """State a value of a key that is not asked for."""
+            while (key := _random(other, task.keys)) in keys:
+                pass
+            return state(key, _random(other, task.values))
+
+        lines = [NOISE if task.haystack == "noise" else line() for _ in range(units)]
         for needle, place in zip(hidden, np.sort(rng.random(len(hidden)))[::-1], strict=True):
             lines.insert(int(place * (units + 1)), needle)
         context = "\n".join(lines)

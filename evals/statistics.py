@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ Z = 1.959964  # 95%
 ONE_SIDE = 0.025  # of a 95% interval
 
 
-def wilson(successes: float, trials: int) -> tuple[float, float]:
+def wilson(successes: float, trials: float) -> tuple[float, float]:
     """Return the 95% interval of a share (Wilson's score interval).
 
     ``successes`` may also be a sum of outcomes between 0 and 1. They vary less than yes-or-no outcomes with the same
@@ -128,9 +128,14 @@ def _chances(
     return scipy.stats.t.sf(np.where(gap > smallest / size, found, 0.0), size - 1)
 
 
-def comparison(differences: Sequence[float]) -> dict[str, Any]:
-    """Return the mean of differences on the same samples as fields of a table's line, with its interval and verdict."""
-    mean, low, high = paired_interval(differences)
+def comparison(
+    differences: Sequence[float], interval: Callable[[Sequence[float]], tuple[float, float, float]] = paired_interval
+) -> dict[str, Any]:
+    """Return the mean of differences on the same samples as fields of a table's line, with its interval and verdict.
+
+    ``interval`` is :func:`mean_interval` for what is no score, such as a relative error: no sample of it is lost whole.
+    """
+    mean, low, high = interval(differences)
     return {"difference": mean, "low": low, "high": high, "better": verdict(low, high)}
 
 

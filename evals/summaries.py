@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,8 +17,9 @@ from evals.run_settings import RECENCY
 def summarise(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return one line per setting and length: the mean of the tasks' means, its 95% interval, and each task's mean.
 
-    The interval is Wilson's over all samples; for scores between 0 and 1 it is conservative. Where records have a
-    text's "loss", lines have the "perplexity" of the texts, and its "increase" over the full cache's on the same texts.
+    The interval is Wilson's over texts, of which each task counts as much: answers from one text, where records name
+    it, are not independent. Where records have a text's "loss", lines have the "perplexity" of the texts, and its
+    "increase" over the full cache's on the same texts.
     """
     collected: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for record in records:
@@ -30,7 +32,9 @@ def summarise(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             scores.setdefault(record["task"], []).append(record["score"])
         means = {task: sum(values) / len(values) for task, values in scores.items()}
         mean = sum(means.values()) / len(means)
-        low, high = statistics.wilson(mean * len(found), len(found))
+        texts = collections.Counter(task for task, _ in {_text(record) for record in found})
+        trials = len(texts) ** 2 / sum(1 / count for count in texts.values())
+        low, high = statistics.wilson(mean * trials, trials)
         lines.append(
             {
                 **dict(zip(results.SETTING, key, strict=True)),
@@ -51,20 +55,35 @@ def summarise(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def compare(records: Sequence[dict[str, Any]], against: str = RECENCY) -> list[dict[str, Any]]:
-    """Compare each policy with those of :func:`evals.report.pairs`, on the same samples."""
+    """Compare each policy with those of :func:`evals.report.pairs`, on the same samples, as :func:`summarise` does."""
     names = (*results.SETTING, "evicts")
     settings: dict[tuple[Any, ...], dict[str, Any]] = {}
     for record in records:
         about = {name: record.get(name) for name in names}
         setting = settings.setdefault(tuple(map(str, about.values())), about | {"found": {}})
-        setting["found"][record["task"], record["sample"]] = record["score"]
+        setting["found"][record["task"], record["sample"]] = record["score"], _text(record)
     lines = []
     for line, other in report.pairs(list(settings.values()), against, ("model", "evaluation", "length", "question")):
         if both := [sample for sample in line["found"] if sample in other["found"]]:
             told = {"policy": line["policy"], "against": other["policy"]}
             told |= {name: line[name] for name in names if name != "policy"}
-            lines.append(told | statistics.comparison([line["found"][s] - other["found"][s] for s in both]))
+            by_text: dict[tuple[str, Any], list[float]] = {}
+            for (score, text), (theirs, _) in ((line["found"][sample], other["found"][sample]) for sample in both):
+                by_text.setdefault(text, []).append(score - theirs)
+            lines.append(told | statistics.comparison(_weighted(by_text)))
     return lines
+
+
+def _text(record: Mapping[str, Any]) -> tuple[str, Any]:
+    """Return what tells a record's text from others: its task, and its text's number or its own."""
+    return record["task"], record.get("text", record["sample"])
+
+
+def _weighted(by_text: Mapping[tuple[str, Any], Sequence[float]]) -> list[float]:
+    """Return one number per text, by which each task counts as much in their mean."""
+    texts = collections.Counter(task for task, _ in by_text)
+    share = len(by_text) / len(texts)
+    return [sum(found) / len(found) * share / texts[task] for (task, _), found in by_text.items()]
 
 
 def task_map(lines: Sequence[dict[str, Any]], path: Path, *, title: str, short: Mapping[str, str]) -> None:

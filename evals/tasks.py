@@ -51,6 +51,9 @@ class Sample(NamedTuple):
     depth: float = 0.0
 
 
+ATTEMPTS = 10_000  # to draw a fact unlike those before, until there seems to be none
+
+
 def random_fact(
     rng: np.random.Generator,
     others: Sequence[Fact] = (),
@@ -67,7 +70,7 @@ def random_fact(
     """
     taken = {(other.attribute, other.key) for other in others}
     values = {other.value for other in others}
-    while True:
+    for _ in range(ATTEMPTS):
         attribute, first, second = pick(rng, prose.ATTRIBUTES), pick(rng, prose.ADJECTIVES), pick(rng, prose.NOUNS)
         key = f"{first} {second}" if rng.random() < two_words else second
         if others and rng.random() < alike:
@@ -84,6 +87,7 @@ def random_fact(
         real = len(words) == 1 or (words[0] in prose.ADJECTIVES and words[1] in prose.NOUNS)
         if real and (attribute, key) not in taken and value not in values:
             return Fact(attribute, key, value)
+    raise ValueError(f"{len(others):,} facts leave no other one that differs from all of them; lower --facts.")
 
 
 def statement(fact: Fact, introduction: str = "") -> str:
@@ -220,12 +224,13 @@ def filling(
     """
     texts = "".join("".join(part) for part in form.values())
     names = sorted({name for _, name, _, _ in Formatter().parse(texts) if name})
-    while True:
+    for _ in range(ATTEMPTS):
         chosen = {name: str(pick(rng, words[name.rstrip("23")])) for name in names}
         apart = (texts, *(chosen[name] for name in form["unique"]))
         if apart not in seen and len({*chosen.values()}) == len(chosen):
             seen.add(apart)
             return chosen
+    raise ValueError(f"no fact like {texts!r:.60} is left that differs from those before; lower --facts.")
 
 
 def _of(fact: Fact) -> str:

@@ -66,6 +66,8 @@ def arguments(name: str, table: Mapping[str, Any]) -> list[str]:
 
 def is_there(path: Path) -> bool:
     """Return whether a file or folder need not be made: a JSON file is complete, and made by code without changes."""
+    if (path / "run.json").exists():  # of a training run
+        return (path / "summary.json").exists()
     if path.suffix != ".json" or not path.exists():
         return path.exists()
     data = json.loads(files.read_text(path, "JSON"))

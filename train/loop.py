@@ -164,7 +164,7 @@ def check_settings(settings: Settings, model: Config) -> None:
             raise ValueError(f"{flag} is {value}; give a number above 0.")
     if not 0 <= settings.warmup < 1:
         raise ValueError(f"--warmup is {settings.warmup}; give a share of the steps in [0, 1).")
-    if settings.weight_decay < 0:
+    if not 0 <= settings.weight_decay < math.inf:
         raise ValueError(f"--weight-decay is {settings.weight_decay}; give a number from 0.")
 
 

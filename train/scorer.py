@@ -417,6 +417,8 @@ def _run(flags: argparse.Namespace) -> None:
     settings = settings_of(loaded.model.config, words, **command.changes_of(flags, Settings))
     begin = None if flags.begin is None else load_network(flags.begin, loaded.model)
     config = ScorerConfig.of(loaded.model.config, flags.hidden, flags.network) if begin is None else begin.config
+    if begin is not None and flags.hidden not in (None, config.hidden):
+        raise ValueError(f"--begin {flags.begin} has {config.hidden} hidden numbers, but --hidden is {flags.hidden}.")
     if not isinstance(config, ScorerConfig) or config.kind != flags.network:
         raise ValueError(f"--begin {flags.begin} holds a {config.kind}, but --network is {flags.network}.")
     corpus = _corpus(flags, loaded.tokenizer, settings)

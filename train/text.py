@@ -312,6 +312,8 @@ def _file_documents(files: Sequence[Path], field: str, skip_bad_lines: bool) -> 
             plain = _kind(file)[0] == ".txt"
             read = _text_pieces(file, place) if plain else _lines(file, place, field, skip_bad_lines, epoch)
             for piece in read:
+                if plain and piece.ends:  # nothing is left of this file, not even an end
+                    piece = piece._replace(after=piece.after | {"file": index + 1, "offset": 0, "line": 0})
                 text, after = piece.text, piece.after
                 found |= bool(text.strip())
                 yield (

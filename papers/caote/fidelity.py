@@ -206,7 +206,7 @@ def compare(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def _compare_errors(results: Sequence[dict[str, Any]], against: str) -> list[dict[str, Any]]:
     errors = lambda r: (-np.array(r["by_sample"]["error"]).mean(axis=1)).tolist()  # noqa: E731
     evicted = [r for r in results if r["budget"] is not None]  # the full cache has no error
-    return report.compare(evicted, against, errors, ("question",))
+    return report.compare(evicted, against, errors, ("question",), interval=statistics.mean_interval)
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:

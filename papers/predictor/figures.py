@@ -80,7 +80,7 @@ def compare(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     compared = []
     for ours, theirs, told in beside.sides(results):
         both = (np.array(r["by_sequence"]["hit_rate"]) for r in (ours, theirs))
-        found = statistics.comparison(np.subtract(*both).tolist())
+        found = statistics.comparison(np.subtract(*both).tolist(), statistics.mean_interval)
         several = len(ours["by_sequence"]["hit_rate"]) > 1
         compared.append(told | (found if several else found | {"better": "one sequence"}))
     return compared

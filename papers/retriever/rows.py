@@ -12,7 +12,7 @@ from models.tokenizer import Tokenizer
 from papers.retriever import data
 from train.text import WRITTEN
 
-HELD_OUT_SEED = 1_000_000  # added to the seed for held-out rows; evals' samples start there, too
+HELD_OUT_SEED = 1_000_000  # added to the seed for held-out rows
 # The last level that the embedded model was trained on; a row's length is that of the run.
 LEVEL = dict(facts=(4, 28), filler=(0.1, 0.9), before=0.4, episodes=False, prose=0.1, places=0.3)
 

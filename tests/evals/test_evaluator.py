@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import models
-from evals import answering, command_line, evaluator, report, run_settings, summaries, tasks
+from evals import answering, command_line, evaluator, report, run_settings, statistics, summaries, tasks
 from evals.results import Results
 from models.commands.programs import make_room
 from tests.tiers import first, matrix, nightly
@@ -92,6 +92,31 @@ def test_the_mean_is_over_tasks_however_many_samples_they_have():
     assert first["low"] < 0.375 < first["high"]
     assert first["prefill_tokens_per_second"] == 4.0 and first["decode_tokens_per_second"] is None
     assert second["policy"] == "full"
+
+
+def test_answers_about_one_text_are_one_sample_of_an_interval():
+    alike = [record(float(i >= 30), sample=i, text=i // 10) for i in range(40)]
+    (line,) = summaries.summarise(alike)
+    assert (line["score"], line["samples"]) == (0.25, 40)
+    assert (line["low"], line["high"]) == pytest.approx(statistics.wilson(1, 4))
+    better = [record(1.0, sample=i, text=i // 10, policy="h2o+caote") for i in range(40)]
+    (row,) = summaries.compare([*alike, *better])
+    assert row["difference"] == 0.75 and row["low"] < 0 and row["better"] == "within noise"
+
+
+def test_a_difference_is_that_of_the_means_over_tasks():
+    counts = {"a": 50, "b": 5}
+    one, other = (
+        [
+            record(score[task], sample=i, task=task, policy=policy)
+            for task, count in counts.items()
+            for i in range(count)
+        ]
+        for policy, score in (("h2o", {"a": 0.5, "b": 0.9}), ("h2o+caote", {"a": 0.6, "b": 0.3}))
+    )
+    lines = {line["policy"]: line["score"] for line in summaries.summarise([*one, *other])}
+    (row,) = summaries.compare([*one, *other])
+    assert row["difference"] == pytest.approx(lines["h2o+caote"] - lines["h2o"]) == pytest.approx(-0.25)
 
 
 def test_texts_losses_become_a_perplexity_and_its_increase_over_the_same_texts():

@@ -41,6 +41,11 @@ def test_a_document_states_each_answer_and_a_change_after_what_it_changes(seed, 
         questions.document(seed, tokenizer, 50, stated)
 
 
+def test_more_facts_than_there_are_is_said():
+    with pytest.raises(ValueError, match="lower --facts"):
+        questions.draw(0, 100)
+
+
 def test_prompts_are_those_of_ask(tokenizer):
     made = questions.samples(tokenizer, LENGTH, 2, FACTS, 0)
     form = asking.Form.of(tokenizer, None)

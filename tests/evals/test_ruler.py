@@ -5,6 +5,7 @@ import json
 import re
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 import models
@@ -86,6 +87,14 @@ def test_needles_state_each_answer_once_for_the_key_that_is_asked_for(task, answ
         assert len(stated) == hidden
     else:
         assert len(stated) > 20
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_in_a_long_haystack_of_needles_the_key_that_is_asked_for_has_one_value(seed):
+    draft = ruler_tasks._needles(np.random.default_rng(seed), ruler_tasks.NEEDLES["niah_multikey_2"], 4_000, None)
+    (reference,) = draft.references
+    (key,) = re.findall(rf"The number of ([\w -]+) is {reference}\.", draft.context)
+    assert draft.context.count(f"The number of {key} is") == 1
 
 
 def test_noise_and_essays_are_what_their_names_say(tmp_path):

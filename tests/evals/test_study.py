@@ -88,9 +88,8 @@ def test_answers_from_one_text_are_one_sample():
 
 
 def test_a_study_says_how_many_questions_a_text_has():
-    tasks = {"generations": 5, "fixed-memory": 5, "ruler": 1}
+    tasks = {"questions": 8, "fixed-memory": 5, "ruler": 1}
     read = {name: studies.find(name) for name in tasks}
-    assert read["generations"].content["tasks"]["generation"].get("facts", 5) == 5
     assert {name: study.asked for name, study in read.items()} == tasks
 
 
@@ -109,13 +108,13 @@ def test_scores_stand_at_their_samples_places_and_models_share_samples():
     assert [sample[-1] for sample in shared] == [2, 3] and found.tolist() == [[0, 1], [1, 0]]
 
 
-PLACE = {"length": 8, "budget": 4, "when": "block", "question": "unknown", "evaluation": "generation"}
+PLACE = {"length": 8, "budget": 4, "when": "block", "question": "unknown", "evaluation": "needle"}
 
 
 def lines_of(**by_policy):
     """The lines of a study of two models, with the facts' scores of each."""
     return [
-        {"model": model, "policy": policy, **PLACE, "scores": {"facts": scores}, "peak_cache_bytes": peak * 2**20,
+        {"model": model, "policy": policy, **PLACE, "scores": {"needle": scores}, "peak_cache_bytes": peak * 2**20,
          "cache_bytes": 2**20, "increase": 0.25 * (1 + number)}
         for policy, (of_models, peak) in by_policy.items()
         for number, (model, scores) in enumerate(zip("mn", of_models, strict=False))
@@ -123,7 +122,7 @@ def lines_of(**by_policy):
 
 
 def test_a_study_is_judged_by_its_texts_and_drawn_where_all_of_its_models_ran():
-    read = studies.find("generations")
+    read = studies.find("fixed-memory")
     claimed = claims.Claim("ours", "", "tova", "h2o")
     read = read._replace(forms={"base": ["m", "n"]}, claims=[claimed])
     both = dict(tova=(("1" * 20, "1" * 10 + "0" * 10), 3), h2o=(("0" * 20, "0" * 20), 2))

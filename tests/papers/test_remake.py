@@ -32,3 +32,8 @@ def test_what_is_there_is_not_made_again(tmp_path, monkeypatch):
         (tmp_path / "results/a.json").write_text(json.dumps({"fingerprints": {}, "command": "x", "commit": commit}))
         assert list(remake.missing(tables, benchmarks=False)) == left
     assert list(remake.missing(tables, benchmarks=True)) == ["results/b.json"]
+    (tmp_path / "net").mkdir()
+    (tmp_path / "net" / "run.json").write_text("{}")
+    assert not remake.is_there(tmp_path / "net")  # a run that was killed
+    (tmp_path / "net" / "summary.json").write_text("{}")
+    assert remake.is_there(tmp_path / "net")

@@ -82,6 +82,22 @@ def test_a_position_restores_the_rows(tokenizer, tmp_path, monkeypatch, names):
             assert np.array_equal(row, same_row) and position == same_position
 
 
+def test_a_text_that_is_held_out_whole_leaves_no_row_and_a_row_that_ends_with_its_file_goes_on_in_the_next(
+    tokenizer, tmp_path
+):
+    (tmp_path / "a.txt").write_text("The river was calm. " * 12)
+    with pytest.raises(ValueError, match="holds no text after what is held out"):
+        next(open_corpus([str(tmp_path / "a.txt")], tokenizer, 32, eval_rows=16).rows(None))
+    (tmp_path / "b.txt").write_text("It was a quiet day. " * 40)
+    (tmp_path / "c.txt").write_text("The code is 4719. " * 40)
+    first = 1 + len(ids_of(tokenizer, [(tmp_path / "a.txt").read_text()]))  # with BOS
+    named = [str(tmp_path / name) for name in ("a.txt", "b.txt")]
+    corpus = open_corpus(named, tokenizer, first, eval_names=[str(tmp_path / "c.txt")], eval_rows=1)
+    rows = corpus.rows(None)
+    (_, position), (second, _) = next(rows), next(rows)
+    np.testing.assert_array_equal(next(corpus.rows(position))[0], second)
+
+
 def test_a_second_epoch_reads_the_same_files_and_shuffles_memory(tokenizer, tmp_path):
     corpus = open_corpus([write_lines(tmp_path / "a.jsonl", TEXTS[:12])], tokenizer, 32, eval_rows=1)
     rows = read(corpus, 60)
