@@ -267,7 +267,7 @@ def random(*, seed: int = 0) -> Source:
     return Source("random", importance)
 
 
-class Pages(NamedTuple):
+class Bounds(NamedTuple):
     """The smallest and the largest entries of each page's keys, float32; +inf and -inf while the page is empty."""
 
     smallest: Float[Array, "B K P D"]
@@ -296,21 +296,21 @@ def quest(*, page_size: int = 16, group: Group = "separate") -> Source:
     """
     check_count("quest: page_size", page_size, 1, "give a number of tokens, an int from 1")
 
-    def init(B: int, K: int, S: int, D: int) -> Pages:
+    def init(B: int, K: int, S: int, D: int) -> Bounds:
         shape = (B, K, -(-S // page_size), D)
-        return Pages(jnp.full(shape, jnp.inf, jnp.float32), jnp.full(shape, -jnp.inf, jnp.float32))
+        return Bounds(jnp.full(shape, jnp.inf, jnp.float32), jnp.full(shape, -jnp.inf, jnp.float32))
 
-    def insert(state: Pages, key: Array, position: Array) -> Pages:
+    def insert(state: Bounds, key: Array, position: Array) -> Bounds:
         B, T, K, _ = key.shape
         page = jnp.where(position >= 0, position // page_size, state.smallest.shape[-2])  # out of bounds: not written
         page = jnp.broadcast_to(page[:, None], (B, K, T))
         keys = key.astype(jnp.float32).swapaxes(1, 2)
-        return Pages(
+        return Bounds(
             write_slots(state.smallest, keys, page, jax.lax.scatter_min),
             write_slots(state.largest, keys, page, jax.lax.scatter_max),
         )
 
-    def importance(state: Pages, reading: Reading) -> Array:
+    def importance(state: Bounds, reading: Reading) -> Array:
         B, T, N, D = reading.query.shape
         K, S = reading.position.shape[1:]
         query = reading.query.astype(jnp.float32).reshape(B, T, K, N // K, D)
@@ -335,7 +335,7 @@ def _upper_bound(query: Array, smallest: Array, largest: Array, axes: str) -> Ar
     return above + jnp.einsum(axes, jnp.minimum(query, 0), smallest, precision=highest)
 
 
-def _page_so_far(key: Array, position: Array, at: Int[Array, "B T"], page_size: int) -> Pages:
+def _page_so_far(key: Array, position: Array, at: Int[Array, "B T"], page_size: int) -> Bounds:
     """Return the bounds of each query's own page over its tokens up to the query, ``[B, K, T, D]``."""
     B, K, S, D = key.shape
     short = -S % page_size
@@ -346,7 +346,7 @@ def _page_so_far(key: Array, position: Array, at: Int[Array, "B T"], page_size: 
         running = accumulate(keys.reshape(B, K, -1, page_size, D), axis=3).reshape(B, K, S + short, D)
         return jnp.take_along_axis(running, at[:, None, :, None], axis=2)
 
-    return Pages(so_far(jax.lax.cummin, jnp.inf), so_far(jax.lax.cummax, -jnp.inf))
+    return Bounds(so_far(jax.lax.cummin, jnp.inf), so_far(jax.lax.cummax, -jnp.inf))
 
 
 def _given(name: str, field: str, what: str, group: Group) -> Source:

@@ -104,7 +104,7 @@ class CacheSpec:
             return dataclasses.replace(self, layer_slots=tuple(map(int, slots)), pages=0)
         ways, of_rows, most = ways_of(self.mesh)[1], [], sum(most_held(self.windows, limit, step))
         for tokens in map(int, held):
-            more = excess(self.allocation, self.windows, self.kv_heads, ways, tokens)
+            more = beyond_mean(self.allocation, self.windows, self.kv_heads, ways, tokens)
             of_rows.append(min(sum(most_held(self.windows, min(tokens + room, limit), step)) + more, most))
         of_devices = np.array(of_rows, int)[:, None] * (self.kv_heads // ways)
         return dataclasses.replace(self, layer_slots=(int(max(slots)),), pages=self.pages_of(of_devices))
@@ -132,7 +132,7 @@ def most_held(windows: Windows, tokens: float, entering: int) -> list[float]:
     return [tokens if window is None else min(tokens, window + entering) for window in windows]
 
 
-def excess(allocation: Allocation, windows: Windows, heads: int, ways: int, budget: int) -> int:
+def beyond_mean(allocation: Allocation, windows: Windows, heads: int, ways: int, budget: int) -> int:
     """Return how many tokens more than their mean the heads of one of ``ways`` devices may hold, in all layers.
 
     In the worst case they win every slot, or as many as ``cap`` lets them hold.

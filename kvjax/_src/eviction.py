@@ -149,7 +149,6 @@ def evict(
     *,
     excess: int | None = None,
     allocation: Allocation | str = UNIFORM,
-    implementation: Implementation = "auto",
 ) -> Any:
     """Free the slots of all but the best tokens. Keys and values stay where they are.
 
@@ -167,7 +166,6 @@ def evict(
         excess: a promise that no head holds more than ``budget + excess`` tokens. With 1, as in decode, a uniform
             selection is an argmin.
         allocation: how many slots each head gets: an allocation or its short name; see :mod:`kvjax.allocation`.
-        implementation: of an eviction by CAOTE; see :func:`kernels_pallas.caote_topk`.
 
     Raises:
         ValueError: if scores do not fit the cache, or the budget is below 1.
@@ -202,13 +200,9 @@ def evict(
     if isinstance(cache, LayerCaches) and not evidence.allocation.even and not cache.alike:
         raise ValueError(ALIKE.format(evidence.allocation.name))
     shape = cache.slots_shape
-    if isinstance(evidence.scores, Weights):
-        of_heads = evidence.scores.weights.shape
-        if len(of_heads) != 4 or (*of_heads[:2], of_heads[3]) != shape:
-            raise ValueError(f"weights {of_heads} do not fit the slots {shape}: expected [B, K, G, S].")
-    elif evidence.scores.shape != shape:
-        raise ValueError(f"scores {evidence.scores.shape} do not fit the slots: expected {shape}.")
-    return evict_by(cache, evidence, budget, excess=excess, implementation=implementation)
+    if (found := getattr(evidence.scores, "shape", None)) != shape:
+        raise ValueError(f"scores {found} do not fit the slots: expected {shape}.")
+    return evict_by(cache, evidence, budget, excess=excess)
 
 
 def evict_by(cache: Any, evidence: Evidence, budget: Budget, **options: Any) -> Any:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from kernels_pallas.cache_attention.api import check_projection, check_sinks, check_statistics
 from kernels_pallas.checks import check_soft_cap
 from kvjax._src.cache import HeadState, KVCache, check_all_heads, check_cache, is_emptied
-from kvjax._src.capacity import excess
+from kvjax._src.capacity import beyond_mean
 from kvjax._src.chains import LINKS, policy_of
 from kvjax._src.checks import check_count, check_tokens, is_known, plain, real_array
 from kvjax._src.eviction import Budget
@@ -271,7 +271,7 @@ def _check_room(
         heads = len(windows) * K // ways  # those of other rows have no pages to give
 
         def pages(row: int) -> int:
-            more = excess(policy.allocation, windows, K, ways, row) if window is None else 0
+            more = beyond_mean(policy.allocation, windows, K, ways, row) if window is None else 0
             return pages_for(heads * (row + entering) + K // ways * more, heads, cache.page_size)
 
         needed = max(sum(pages(int(row)) for row in rows) for rows in budget.reshape(devices, -1))

@@ -15,6 +15,7 @@ from kvjax._src.checks import check_count
 from kvjax._src.observation import Needs, Observation
 from kvjax._src.policy import Moments, Policy, Protection, Scores
 from kvjax._src.rotary import rotate
+from kvjax._src.scores_of_keys import unit
 from kvjax._src.scores_of_last_queries import LastQueries, no_queries, with_last
 from kvjax._src.short_names import check_number
 from kvjax._src.transforms import check_kernel, pooled, predicted_scores, rounded, with_tokens
@@ -196,8 +197,7 @@ def _repeated(o: Observation, threshold: float) -> Float[Array, "B K S"]:
     """Return the softmax, over a head's tokens, of the mean cosine of a key with the others' keys."""
     B, K, S = o.position.shape
     key = jnp.where(o.live[..., None], o.key.astype(jnp.float32), 0)
-    length = jnp.linalg.norm(key, axis=-1, keepdims=True)
-    unit = key / jnp.where(length > 0, length, 1)
+    direction = unit(key)
     size, pages = min(_SLOTS, S), -(-S // min(_SLOTS, S))
     more = pages * size - S
 
@@ -207,14 +207,14 @@ def _repeated(o: Observation, threshold: float) -> Float[Array, "B K S"]:
 
     def summed(part: tuple[Float[Array, "B K size D"], Int[Array, "B K size"]]) -> Float[Array, "B K S"]:
         of, at = part
-        cosine = jnp.einsum("bkrd,bksd->bkrs", of, unit, precision=_HIGH)
+        cosine = jnp.einsum("bkrd,bksd->bkrs", of, direction, precision=_HIGH)
         other = at[..., None] != o.position[:, :, None]
         close = jnp.where(other & (cosine > threshold), o.position[:, :, None], -1)
         newest = jnp.max(close, axis=-1, keepdims=True)
         counts = other & ((newest < 0) | (o.position[:, :, None] != newest))
         return jnp.sum(jnp.where(counts, cosine, 0), axis=2)
 
-    total = jnp.sum(jax.lax.map(summed, (in_parts(unit, 0), in_parts(o.position, -1))), axis=0)
+    total = jnp.sum(jax.lax.map(summed, (in_parts(direction, 0), in_parts(o.position, -1))), axis=0)
     count = jnp.maximum(jnp.sum(o.live, axis=-1, keepdims=True), 1)
     found = jax.nn.softmax(jnp.where(o.live, total / count, -jnp.inf), axis=-1)
     return jnp.where(o.live, found, 0)

@@ -56,10 +56,10 @@ def keydiff() -> Policy:
 
     def score(o: Observation) -> Scores:
         key = jnp.where(o.live[..., None], o.key.astype(jnp.float32), 0)  # stale keys must not enter the mean
-        direction = _unit(key)
+        direction = unit(key)
         count = jnp.maximum(jnp.sum(o.live, axis=2), 1).astype(direction.dtype)
         mean = jnp.sum(direction, axis=2, keepdims=True) / count[..., None, None]
-        return -jnp.sum(direction * _unit(mean), axis=-1)[:, :, None]
+        return -jnp.sum(direction * unit(mean), axis=-1)[:, :, None]
 
     published = Moments("block", 1, "arXiv 2504.15364: prompts in blocks, then every new token")
     return base_score("keydiff", score, nonnegative=False, published=published)
@@ -243,7 +243,7 @@ def _by_partition(
     return scores.reshape(B, K, -1)
 
 
-def _unit(x: Float[Array, "*shape D"]) -> Float[Array, "*shape D"]:
+def unit(x: Float[Array, "*shape D"]) -> Float[Array, "*shape D"]:
     """Divide each vector by its length; 0 stays 0."""
     length = jnp.linalg.norm(x, axis=-1, keepdims=True)
     return x / jnp.where(length > 0, length, 1)

@@ -8,7 +8,7 @@ import pytest
 
 import kvjax
 from kvjax import allocation
-from kvjax._src.capacity import CacheSpec, excess, rounded_up
+from kvjax._src.capacity import CacheSpec, beyond_mean, rounded_up
 
 SIZES = [(1, 1), (7, 7), (16, 16), (17, 18), (64, 64), (100, 104), (127, 128), (1025, 1152)]
 
@@ -30,10 +30,10 @@ def spec(name: str = "uniform", ways: tuple[int, int] = (1, 2), rows: int = 2, *
 def test_heads_of_one_device_may_win_from_others_what_their_cap_allows():
     """8 tokens per head, 6 in the layer with the window: 14 in both layers. No head of that layer ever holds more."""
     without_cap, capped = allocation.layer(cap=None), allocation.layer(cap=1.5)
-    assert excess(without_cap, WINDOWS, 4, 2, 8) == 14  # twice the mean, of two devices; a head alone may hold 38
-    assert excess(without_cap, WINDOWS, 4, 4, 8) == 38 - 14
-    assert excess(capped, WINDOWS, 4, 2, 8) == 12 + 6 - 14
-    assert excess(without_cap, WINDOWS, 4, 1, 8) == excess(allocation.uniform(), WINDOWS, 4, 2, 8) == 0
+    assert beyond_mean(without_cap, WINDOWS, 4, 2, 8) == 14  # twice the mean, of two devices; a head alone may hold 38
+    assert beyond_mean(without_cap, WINDOWS, 4, 4, 8) == 38 - 14
+    assert beyond_mean(capped, WINDOWS, 4, 2, 8) == 12 + 6 - 14
+    assert beyond_mean(without_cap, WINDOWS, 4, 1, 8) == beyond_mean(allocation.uniform(), WINDOWS, 4, 2, 8) == 0
 
 
 def test_rows_have_slots_for_what_enters_and_no_more_than_the_limit():
