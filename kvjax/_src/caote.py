@@ -95,9 +95,9 @@ def _caote(
 
     def update(scores: Scores, state: Any, o: Observation) -> tuple[Weights | Scores, Any]:
         if o.left is not None:  # the fused operation takes weights that add up to 1
-            given: Any = dict(fast=fast, norm=norm, group=group, mask=o.live)
-            weights, sinks = beside_sinks(scores, o)
-            return eviction_error(weights, o.value, sinks=sinks, **given)[:, :, None], state
+            given: Any = dict(fast=fast, norm=norm, group=group)
+            weights, value, live = beside_sinks(scores, o, fast)
+            return eviction_error(weights, value, mask=live, **given)[:, :, None, :-1], state
         return Weights(scores, fast, norm, group), state  # normalised where they are read, which saves a pass
 
     return _link(name, update, Needs())
@@ -113,12 +113,11 @@ def _behind_output(name: str, fast: bool, cross: bool) -> Policy:
 
     def update(scores: Scores, state: Any, o: Observation) -> tuple[Scores, Any]:
         # W_O tells the heads of a group apart, even where their scores do not.
-        (weights, sinks), G = beside_sinks(scores, o), o.query.shape[2] // o.position.shape[1]
-        weights = jnp.broadcast_to(weights, (*weights.shape[:2], G, weights.shape[3]))
-        sinks = None if sinks is None else jnp.broadcast_to(sinks, weights.shape[:3])
+        weights, value, live = beside_sinks(scores, o, fast)
+        weights = jnp.broadcast_to(weights, (*live.shape[:2], o.query.shape[2] // live.shape[1], live.shape[2]))
         behind = OutputProjection(**{kind: part_of(o.context.projection, kind)})
-        given: Any = dict(fast=fast, group="exact", mask=o.live, cross=cross, projection=behind)
-        return eviction_error(weights, o.value, sinks=sinks, **given)[:, :, None], state
+        given: Any = dict(fast=fast, group="exact", mask=live, cross=cross, projection=behind)
+        return eviction_error(weights, value, **given)[:, :, None, : o.position.shape[2]], state
 
     return _link(name, update, Needs(projections=frozenset({kind})))
 

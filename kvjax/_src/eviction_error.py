@@ -29,7 +29,6 @@ def score(
     group: Group | None = None,
     projection: OutputProjection | Float[Array, "... G D F"] | None = None,
     cross: bool = True,
-    sinks: Float[Array, "*batch"] | None = None,
 ) -> Float[Array, "*values S"]:
     r"""Compute the change of the attention output when a token is evicted, for every token (CAOTE, theorem 3.2, eq. 8).
 
@@ -58,7 +57,6 @@ def score(
         cross: False leaves out the cross terms between query heads,
             :math:`\sqrt{\sum_g \lVert \frac{A_{gj}}{1 - A_{gj}} (X_g - v_j) W_O^g \rVert^2}`, at 1 / G of the
             cost and with no more than :attr:`OutputProjection.gram`.
-        sinks: what the model's attention sinks take of each row, the shape of A without S; A then sums to the rest.
 
     Returns:
         Scores ``[*batch, S]`` in float32 (float64 for float64 inputs).
@@ -92,11 +90,6 @@ def score(
     if projection is None and not cross:
         raise ValueError("cross=False leaves out cross terms in W_O; give a projection, or take cross=True.")
 
-    if sinks is not None:
-        sinks = real_array("sinks", sinks)
-        if sinks.shape != A.shape[:-1]:
-            raise ValueError(f"the sinks are {sinks.shape}; expected {A.shape[:-1]}, a share of each row of weights.")
-
     dtype = jnp.promote_types(jnp.promote_types(A.dtype, V.dtype), jnp.float32)
     join = None
     if projection is not None:
@@ -105,15 +98,15 @@ def score(
     if is_known(A, mask):
         _check_weights(np.asarray(A), mask if mask is None or group is None else np.asarray(mask)[..., None, :])
     errors = eviction_error if join is not None or not is_known(A, V, mask) else _errors
-    mask, S = jnp.ones(V.shape[:-1], bool) if mask is None else mask, V.shape[-2]
-    if sinks is not None:  # a token that nobody evicts, without a value; in FastCAOTE's mean it does not count
-        nothing = jnp.zeros_like(V[..., :1, :])
-        if fast:
-            nothing = jnp.mean(V, axis=-2, where=mask[..., None], keepdims=True)
-        A, V = jnp.append(A, sinks[..., None], axis=-1), jnp.append(V, nothing, axis=-2)
-        mask = jnp.append(mask, jnp.ones_like(mask[..., :1]), axis=-1)
-    given: Any = dict(fast=fast, norm=norm, group="mean" if group == "mean" else "exact", join=join)
-    return errors(A if group is not None else A[..., None, :], V, mask, **given)[..., :S]
+    return errors(
+        A if group is not None else A[..., None, :],
+        V,
+        jnp.ones(V.shape[:-1], bool) if mask is None else mask,
+        fast=fast,
+        norm=norm,
+        group="mean" if group == "mean" else "exact",
+        join=join,
+    )
 
 
 # Outside jit, one program in place of some fifty operations.

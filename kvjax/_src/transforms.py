@@ -322,13 +322,20 @@ def normalised(scores: Scores, o: Observation) -> Scores:
     return shares(scores, o.live[:, :, None])
 
 
-def beside_sinks(scores: Scores, o: Observation) -> tuple[Scores, Float[Array, "B K _"] | None]:
-    """Divide scores as :func:`normalised` does, times what sinks leave; return the weights and the sinks' shares."""
-    weights = normalised(scores, o)
+def beside_sinks(scores: Scores, o: Observation, fast: bool) -> tuple[Scores, Array, Array]:
+    """Return weights that sum to 1, values, and which are live; where the model has sinks, with these as a last token.
+
+    It has no value; in FastCAOTE's mean value, which counts live tokens, it has the mean of the others.
+    """
+    weights, value = normalised(scores, o), o.value
     if o.left is None:
-        return weights, None
+        return weights, value, o.live
     left = (o.left if weights.shape[2] > 1 else jnp.mean(o.left, axis=2, keepdims=True)).astype(weights.dtype)
-    return weights * left, 1 - left[..., 0]
+    nothing = jnp.zeros_like(value[..., :1, :])
+    if fast:
+        nothing = jnp.mean(value, axis=2, where=o.live[..., None], keepdims=True)
+    live = jnp.append(o.live, jnp.ones_like(o.live[..., :1]), axis=-1)
+    return jnp.append(weights * left, 1 - left, axis=-1), jnp.append(value, nothing, axis=-2), live
 
 
 def pooled(scores: Scores, o: Observation, kernel: int, pooling: str) -> Scores:

@@ -9,7 +9,7 @@ import pytest
 import kvjax
 from tests.kvjax import blocks
 from tests.kvjax.blocks import B, D, G, K, N
-from tests.kvjax.definitions import attention_weights, layer_errors
+from tests.kvjax.definitions import attention_weights, eviction_errors, layer_errors, softmax
 
 E = 7
 
@@ -94,3 +94,31 @@ def test_of_a_single_query_both_kinds_of_errors_are_the_same():
 
     one, other = jax.jit(lambda: (of("tova+caote"), of("tova+caote(per='query')")))()
     np.testing.assert_allclose(one[..., :6], other[..., :6], rtol=1e-4)  # the others are free
+
+
+@pytest.mark.parametrize("link", ["caote", "caote(group='mean')", "fast_caote", "caote(target='output')"])
+def test_beside_sinks_it_is_the_error_of_evicting_with_their_weight_left(link):
+    """A sink is a token without a value that nobody evicts; in FastCAOTE's mean value it does not count."""
+    rng, policy, sinks = np.random.default_rng(8), kvjax.parse(f"tova(heads='group')+{link}"), np.array([2.0, -1.0])
+    key, value = rng.normal(size=(2, 1, 6, 1, D)).astype(np.float32)
+    query = (12 * rng.normal(size=(1, 6, 2, D))).astype(np.float32)  # one token has most of the weight
+    weight = rng.normal(size=(2, D, E)).astype(np.float32)
+    kinds = tuple(policy.needs.projections)
+    projection = kvjax.output_projection(weight, 1, kinds) if kinds else None
+    context = kvjax.Context(sink_logits=sinks.astype(np.float32), projection=projection)
+    cache = blocks.empty(policy, batch=1, kv_heads=1, query_heads=2, head_dim=D, budget=4, block=6)
+    step = jax.jit(functools.partial(kvjax.observe, policy=policy, budget=4))
+    _, cache, evidence = step(cache, query, key, value, context=context)
+    found = np.asarray(evidence.scores)[0, 0][np.argsort(np.asarray(cache.position)[0, 0])][-6:]
+    logits = query[0, -1].astype(np.float64) @ key[0, :, 0].T / D**0.5
+    A = softmax(np.append(logits, sinks[:, None], axis=1))
+    V = np.append(value[0, :, 0], np.zeros((1, D)), axis=0).astype(np.float64)
+    if link == "fast_caote":
+        each = A[:, :-1] / (1 - A[:, :-1]) * np.linalg.norm(V[:-1].mean(0) - V[:-1], axis=-1)
+        expected = np.linalg.norm(each, axis=0)
+    elif "output" in link:
+        expected = layer_errors(A, V, weight)[:-1]
+    else:
+        expected = eviction_errors(A.mean(0) if "mean" in link else A, V)[:-1]
+    assert A[:, :-1].max() > 0.5
+    np.testing.assert_allclose(found, expected, rtol=1e-4)

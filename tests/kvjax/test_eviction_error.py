@@ -30,11 +30,10 @@ def compiled(**options):
     return jax.jit(functools.partial(kvjax.score, **options))
 
 
-def scored(A, V, dtype=np.float64, mask=None, projection=None, sinks=None, **options) -> np.ndarray:
+def scored(A, V, dtype=np.float64, mask=None, projection=None, **options) -> np.ndarray:
     with jax.enable_x64(dtype == np.float64):
         projection = None if projection is None else np.asarray(projection, dtype)
-        given = dict(mask=mask, projection=projection, sinks=sinks)
-        result = compiled(**options)(np.asarray(A, dtype), np.asarray(V, dtype), **given)
+        result = compiled(**options)(np.asarray(A, dtype), np.asarray(V, dtype), mask=mask, projection=projection)
         assert result.dtype == dtype
         return np.asarray(result)
 
@@ -48,24 +47,6 @@ def test_score_is_the_error_of_evicting_in_float64(heads, options, seed):
     A, V = draw(seed, heads)
     expected = definitions.eviction_errors(A, V, options.get("norm", 2))
     np.testing.assert_allclose(scored(A, V, **options), expected, rtol=1e-10)
-
-
-@pytest.mark.parametrize("group", ["exact", "mean"])
-@pytest.mark.parametrize("peak", [1.0, 8.0])
-def test_beside_sinks_the_score_is_the_error_of_evicting_with_their_weight_left(peak, group):
-    """A sink is a token without a value that nobody evicts."""
-    A, V = draw(16, (G,), peak=peak)
-    V[-1] = 0
-    expected = definitions.eviction_errors(A if group == "exact" else A.mean(0), V)[:-1]
-    result = scored(A[:, :-1], V[:-1], group=group, sinks=A[:, -1])
-    np.testing.assert_allclose(result, expected, rtol=1e-10)
-
-
-def test_fast_caote_beside_sinks_and_the_only_token_beside_them():
-    A, V = draw(17, peak=8.0)
-    expected = A / (1 - A) * np.linalg.norm(V[:-1].mean(0) - V, axis=-1)
-    np.testing.assert_allclose(scored(A[:-1], V[:-1], fast=True, sinks=A[-1]), expected[:-1], rtol=1e-10)
-    np.testing.assert_allclose(scored([0.9], [[3.0, 4.0]], sinks=0.1), [0.9 * 5])
 
 
 @few

@@ -39,7 +39,7 @@ def test_flags_have_the_defaults_of_options():
     names = ("block", "sinks", "max_new_tokens", "temperature", "repetition_penalty")
     assert [FLAGS[name]["default"] for name in names] == [getattr(Options, name) for name in names]
     assert Sampling._fields == SAMPLING and FLAGS["when"]["choices"] == get_args(When)
-    assert ask.parser().get_default("policy") == asking.AUTO
+    assert ask.parser().get_default("policy") is None and asking.is_automatic(None)
     own = {ask: (asking.POLICY, asking.BUDGET), chat: (POLICY, BUDGET)}
     for command, (policy, budget) in own.items():
         said = " ".join(command.parser().format_help().split())
