@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +56,6 @@ def load(
     dtype: DTypeLike | None = None,
     mesh: Mesh | None = None,
     revision: str | None = None,
-    on_read: Callable[[int], None] | None = None,
 ) -> tuple[Decoder, Tokenizer | None]:
     """Load a decoder and its tokenizer.
 
@@ -75,7 +73,6 @@ def load(
             weights are split over as ``models.parameters`` says; None puts them on the default device. Each process
             reads only the parts of its own devices.
         revision: a branch, tag or commit on the hub.
-        on_read: called with the bytes of each part of a tensor that this process has read.
 
     Returns:
         The model, and its tokenizer or None without one (no tokenizer.json, or none in the GGUF file).
@@ -93,9 +90,6 @@ def load(
         6
     """
     checkpoint, target, mesh = _opened(path, dtype, mesh, revision)
-    if on_read is not None:
-        counted = {name: _counted(tensor, on_read) for name, tensor in checkpoint.tensors.items()}
-        checkpoint = checkpoint._replace(tensors=counted)
     by_name, shapes = parameter_shapes(checkpoint.config), array_shapes(checkpoint.config)
     total = sum(math.prod(shape[: parameter_of(name).separate]) for name, shape in by_name.items())
     # No bar for a model that loads within a second.
@@ -159,15 +153,6 @@ def _adapted(checkpoint: Checkpoint, adapter: Path) -> Checkpoint:
 def _with_low_rank(tensor: Tensor, low_rank: adapters.LowRank) -> Tensor:
     def read(window: Window) -> np.ndarray:
         return tensor.read(window).astype(np.float32) + low_rank.up[window[0]] @ low_rank.down[:, window[1]]
-
-    return tensor._replace(read=read)
-
-
-def _counted(tensor: Tensor, on_read: Callable[[int], None]) -> Tensor:
-    def read(window: Window) -> np.ndarray:
-        part = tensor.read(window)
-        on_read(part.nbytes)
-        return part
 
     return tensor._replace(read=read)
 

@@ -7,18 +7,24 @@ commands print.
 """
 
 import argparse
+import contextlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # run as a script, this file's own folder stands there
 
 import jax  # noqa: E402
+import numpy as np  # noqa: E402
 
 import models  # noqa: E402
 from evals.__main__ import main as evaluate  # noqa: E402
-from models import commands  # noqa: E402
+from models import commands, mesh  # noqa: E402
+from models.checkpoint import Tensor  # noqa: E402
 from models.commands import batch, distributed, generate  # noqa: E402
 from models.commands.shared_flags import HOSTS, add_shared_flags  # noqa: E402
 from papers.__main__ import main as experiment  # noqa: E402
@@ -61,6 +67,23 @@ def work(model: Path, prompts: Path, out: Path, answers_only: bool) -> None:
         assert main([word.format(model=model, out=out) for word in line.split()]) == 0, line
 
 
+@contextlib.contextmanager
+def bytes_read() -> Iterator[list[int]]:
+    """Collect the bytes of each part of a tensor that is read meanwhile."""
+    sizes: list[int] = []
+    read_tensor = mesh._read_tensor
+
+    def counted(source: str, tensor: Tensor, *more: Any) -> None:
+        def read(window: Any) -> np.ndarray:
+            sizes.append((part := tensor.read(window)).nbytes)
+            return part
+
+        read_tensor(source, tensor._replace(read=read), *more)
+
+    with mock.patch.object(mesh, "_read_tensor", counted):
+        yield sizes
+
+
 def main() -> int:
     flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name in ("model", "prompts", "out"):
@@ -69,8 +92,8 @@ def main() -> int:
     add_shared_flags(flags, *HOSTS)
     given = flags.parse_args()
     distributed.join(given)
-    read: list[int] = []
-    models.load(given.model, mesh=models.parse_mesh("tensor=8"), on_read=read.append)
+    with bytes_read() as read:
+        models.load(given.model, mesh=models.parse_mesh("tensor=8"))
     (given.out / f"bytes-{jax.process_index()}.json").write_text(json.dumps(sum(read)))
     return commands.run(lambda: work(given.model, given.prompts, given.out, given.answers_only), "run_on_hosts")
 

@@ -129,16 +129,16 @@ def test_several_processes_give_what_one_gives(folder, alone, tmp_path, processe
     assert losses == pytest.approx(losses_alone, rel=1e-4)
     assert [text.count("h2o@layer") > 0 for text in printed] == [True] + [False] * (processes - 1)
     # Every matrix is split eight ways; the norms are whole on every device.
-    whole: list[int] = []
-    models.load(folder / "model", on_read=whole.append)
+    with run_on_hosts.bytes_read() as whole:
+        models.load(folder / "model")
     read = [json.loads((tmp_path / f"bytes-{number}.json").read_text()) for number in range(processes)]
     assert max(read) < 1.02 * sum(whole) / processes
 
 
 def test_one_process_reads_each_part_once(folder):
     def read(mesh):
-        sizes = []
-        models.load(folder / "model", mesh=None if mesh is None else models.parse_mesh(mesh), on_read=sizes.append)
+        with run_on_hosts.bytes_read() as sizes:
+            models.load(folder / "model", mesh=None if mesh is None else models.parse_mesh(mesh))
         return sum(sizes)
 
     assert read("tensor=8") == read("data=4,tensor=2") == read(None)
