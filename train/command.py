@@ -58,7 +58,7 @@ def parser(
     flags.add_argument("--lr", type=float, help=f"the highest learning rate (default: {lr})")
     flags.add_argument("--warmup", type=float, help="share of the steps with a rising learning rate")
     flags.add_argument("--clip", type=float, help="largest global norm of the gradient")
-    flags.add_argument("--weight-decay", type=float, help="share of the weights that each step takes off, times its rate")
+    flags.add_argument("--weight-decay", type=float, help="share of the weights that a step takes off, times its rate")
     flags.add_argument("--out", type=Path, default=Path(out), help="folder for what is trained and its run")
     flags.add_argument("--resume", choices=("auto", "never"), default="auto", help="resume --out's checkpoint")
     flags.add_argument("--save-every", type=count, default=200, help="steps, at most five minutes, between checkpoints")
