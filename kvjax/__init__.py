@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvjax._src.new_caches import Memory, empty_cache, memory, repeat
     from kvjax._src.observation import Context, Needs, Observation, Prediction, Weights
     from kvjax._src.paged import PagedCache, pack, pages_for
-    from kvjax._src.policy import Marked, Moments, Policy, Protection
+    from kvjax._src.policy import Marked, Policy, Protection, Timing
     from kvjax._src.policy_checks import check_block, check_budget, protected
     from kvjax._src.projection import OutputProjection, output_projection
     from kvjax._src.quantise import Quantised, dequantise, quantise, straight_through
@@ -88,7 +88,6 @@ __all__ = [
     "LayerCaches",
     "Marked",
     "Memory",
-    "Moments",
     "Needs",
     "Observation",
     "OutputProjection",
@@ -103,6 +102,7 @@ __all__ = [
     "RowArray",
     "Source",
     "SplitCache",
+    "Timing",
     "Weights",
     "adakv",
     "allocation",

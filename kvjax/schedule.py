@@ -150,7 +150,7 @@ def moments(policy: Policy | None, when: When, evict_every: int | None) -> tuple
     """Return when a run evicts: after every "block" or once after the "prompt", and in decode every how many steps.
 
     Args:
-        when: "published" means as in the policy's paper (:class:`kvjax.Moments`). A policy that observes tokens that
+        when: "published" means as in the policy's paper (:class:`kvjax.Timing`). A policy that observes tokens that
             stand for the answer's (DapQ) evicts once after the prompt, as in its paper, whatever is given.
         evict_every: the number of decode steps between evictions, 0 for never. By default the paper's for "published";
             else the paper's where that is several steps, or the length of the policy's observation window, by whose

@@ -112,7 +112,7 @@ class Options:
         block: tokens per step.
         when: evict after every "block", or once after the "prompt" (the block then only bounds the activations); by
             default after the prompt in :func:`prefill_each`, else by block.
-            "published" evicts as in the policy's paper; see :class:`kvjax.Moments`. Under "block", ``kvzip`` has the
+            "published" evicts as in the policy's paper; see :class:`kvjax.Timing`. Under "block", ``kvzip`` has the
             model repeat each block as it comes in (:func:`with_repeat_prompt`).
         evict_every: evict in decode at every step (1), every n steps (n more slots per head), or never (0). By default
             at every step, but for a policy that observes a window of n queries every n steps, by all their queries.

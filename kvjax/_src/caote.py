@@ -11,12 +11,12 @@ from kernels_pallas.caote_topk.reference import root
 from kvjax._src.chains import no_state, register
 from kvjax._src.eviction_error import score as eviction_error
 from kvjax._src.observation import Needs, Observation, Weights
-from kvjax._src.policy import Moments, Policy, Scores
+from kvjax._src.policy import Policy, Scores, Timing
 from kvjax._src.projection import OutputProjection, part_of
 from kvjax._src.transforms import beside_sinks
 
 Target = Literal["value", "output"]
-PUBLISHED = Moments("block", 1, "arXiv 2504.14051, section 2: after each block of the prompt and each new token")
+PUBLISHED = Timing("block", 1, "arXiv 2504.14051, section 2: after each block of the prompt and each new token")
 
 
 @register

@@ -16,11 +16,11 @@ from kvjax._src.observation import Needs, Observation, Weights
 from kvjax._src.policy import (
     UNPROTECTED,
     Marked,
-    Moments,
     Policy,
     Protection,
     PyTree,
     Scores,
+    Timing,
     allocated,
     as_scores,
     check_allocation,
@@ -56,7 +56,7 @@ def base_score(
     protection: Protection = UNPROTECTED,
     needs: Needs = Needs(),
     nonnegative: bool = True,
-    published: Moments | None = None,
+    published: Timing | None = None,
 ) -> Policy:
     """Make a stateless base score from a function of the observation, which is all that most published scores need.
 

@@ -11,13 +11,13 @@ from typing import Literal
 
 from kvjax import allocation
 from kvjax._src.chains import chain, register
-from kvjax._src.policy import Moments, Policy
+from kvjax._src.policy import Policy, Timing
 from kvjax._src.scores import h2o, kvzip, snapkv, zap
 from kvjax._src.scores_of_last_queries import defensive
 from kvjax._src.transforms import chunks, critical, merge, moments, protect
 
 
-def _method(name: str, made_of: Policy, published: Moments | None = None) -> Policy:
+def _method(name: str, made_of: Policy, published: Timing | None = None) -> Policy:
     """Return a policy under a name of its own, as a base score of one link."""
     return dataclasses.replace(
         made_of, name=name, links=(), inherited=None, published=made_of.published if published is None else published
@@ -42,7 +42,7 @@ def pyramidkv(
         >>> kvjax.parse("pyramidkv+caote").allocation.name
         'pyramid'
     """
-    published = Moments("prompt", 0, "arXiv 2406.02069: compresses the prompt, before generation")
+    published = Timing("prompt", 0, "arXiv 2406.02069: compresses the prompt, before generation")
     scored = snapkv(window=window, kernel=kernel, pooling=pooling)
     return _method("pyramidkv", scored @ allocation.pyramid(beta=beta), published)
 
@@ -69,7 +69,7 @@ def adakv(
         >>> str(kvjax.adakv(window=16) @ "uniform")
         'adakv(window=16)@uniform'
     """
-    published = Moments("prompt", 0, "arXiv 2407.11550: compresses the prompt, before generation")
+    published = Timing("prompt", 0, "arXiv 2407.11550: compresses the prompt, before generation")
     scored = snapkv(window=window, kernel=kernel, pooling=pooling)
     return _method("adakv", scored @ allocation.adakv(safeguard=safeguard, cap=cap), published)
 
@@ -113,7 +113,7 @@ def defensivekv(*, window: int = 32, kernel: int = 5, safe: float = 0.5) -> Poli
         >>> kvjax.parse("defensivekv(window=16)").allocation.name
         'layer'
     """
-    published = Moments("prompt", 0, "arXiv 2510.13334, its authors' code: compresses the prompt, before generation")
+    published = Timing("prompt", 0, "arXiv 2510.13334, its authors' code: compresses the prompt, before generation")
     scored = chain(defensive(window=window, kernel=kernel), critical(safe=safe))
     return _method("defensivekv", scored @ allocation.layer(), published)
 
@@ -159,7 +159,7 @@ def d2o(*, similarity: float = 0.0) -> Policy:
         >>> kvjax.d2o().allocation.name, kvjax.d2o().merging is not None
         ('d2o', True)
     """
-    published = Moments("prompt", 1, "arXiv 2406.13035, its authors' code: once behind the prompt, then at every step")
+    published = Timing("prompt", 1, "arXiv 2406.13035, its authors' code: once behind the prompt, then at every step")
     return _method("d2o", chain(h2o(), merge(similarity=similarity)) @ allocation.d2o(), published)
 
 
@@ -211,7 +211,7 @@ def simlayerkv(
         >>> str(kvjax.simlayerkv(recent=0.5))
         'simlayerkv(recent=0.5)'
     """
-    published = Moments("prompt", 0, "arXiv 2410.13846: once, when the prompt is in")
+    published = Timing("prompt", 0, "arXiv 2410.13846: once, when the prompt is in")
     scored = snapkv(window=window, kernel=kernel, pooling=pooling)
     lazy = allocation.simlayer(threshold=threshold, sinks=sinks, recent=recent)
     return _method("simlayerkv", scored @ lazy, published)

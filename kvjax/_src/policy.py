@@ -70,7 +70,7 @@ class Marked(NamedTuple):
     stays: Bool[Array, "B K S"]
 
 
-class Moments(NamedTuple):
+class Timing(NamedTuple):
     """When a paper evicts.
 
     ``prompt``: after every "block" of the prompt, or once, after the whole "prompt". ``decode``: after so many steps, 0
@@ -126,7 +126,7 @@ class Policy:
     positions: Positions = "absolute"
     allocation: Allocation = UNIFORM
     inherited: Allocation | None = None
-    published: Moments | None = None
+    published: Timing | None = None
     merging: Merging | None = None
     measured: tuple[int, int] | None = None
 

@@ -20,7 +20,7 @@ from kvjax._src.cache import HeadState, nth_true
 from kvjax._src.chains import base_score, chain, no_state, parse, register
 from kvjax._src.checks import MOST, check_count
 from kvjax._src.observation import Needs, Observation
-from kvjax._src.policy import Moments, Policy, Protection, Scores, allocated
+from kvjax._src.policy import Policy, Protection, Scores, Timing, allocated
 from kvjax._src.projection import part_of
 from kvjax._src.reconstruction import Reconstruction, Repeated
 from kvjax._src.rotary import rotate, turn
@@ -47,7 +47,7 @@ def h2o(*, accumulate: bool = True) -> Policy:
         >>> kvjax.h2o().needs.statistics
         frozenset({'sum'})
     """
-    published = Moments("block", 1, "arXiv 2306.14048: at every step the least heavy token leaves")
+    published = Timing("block", 1, "arXiv 2306.14048: at every step the least heavy token leaves")
     half = Protection(recent=0.5)
     if not accumulate:
         return base_score("h2o", lambda o: o.columns.sum, statistics=("sum",), protection=half, published=published)
@@ -96,7 +96,7 @@ def tova(*, heads: Literal["group", "layer"] = "layer") -> Policy:
         base=True,
         nonnegative=True,
         heads=heads,
-        published=Moments("block", 1, "arXiv 2401.06104: at every step the token of the lowest attention leaves"),
+        published=Timing("block", 1, "arXiv 2401.06104: at every step the token of the lowest attention leaves"),
     )
 
 
@@ -131,7 +131,7 @@ def snapkv(*, window: int = 32, kernel: int = 5, pooling: Literal["avg", "max"] 
         window=window,
         needs=Needs(order=True),
         protection=Protection(recent=window),
-        published=Moments("prompt", 0, "arXiv 2404.14469: compresses the prompt, before generation"),
+        published=Timing("prompt", 0, "arXiv 2404.14469: compresses the prompt, before generation"),
     )
 
 
@@ -166,7 +166,7 @@ def dropkv(*, window: int = 32, kernel: int = 7) -> Policy:
         window=window,
         needs=Needs(errors="value", order=True),
         protection=Protection(recent=window),
-        published=Moments("prompt", 0, "openreview MqfNzH3TVH: compresses the prompt, before generation"),
+        published=Timing("prompt", 0, "openreview MqfNzH3TVH: compresses the prompt, before generation"),
     )
 
 
@@ -210,7 +210,7 @@ def dapq(
         window=window,
         protection=Protection(recent=window),
         needs=Needs(order=True, reconstruction=Reconstruction(pseudo=window, tokens=tokens)),
-        published=Moments("prompt", 0, "arXiv 2603.11564, abstract: once, by queries that stand for the answer's"),
+        published=Timing("prompt", 0, "arXiv 2603.11564, abstract: once, by queries that stand for the answer's"),
     )
 
 
@@ -244,7 +244,7 @@ def finch(*, window: int = 32) -> Policy:
         statistics=("window_mean", "window_place"),
         window=window,
         protection=Protection(recent=window),
-        published=Moments("prompt", 0, "arXiv 2408.00167, as in kvpress: once, with the question at the prompt's end"),
+        published=Timing("prompt", 0, "arXiv 2408.00167, as in kvpress: once, with the question at the prompt's end"),
     )
 
 
@@ -322,7 +322,7 @@ def sage(*, heads: Literal["group", "query"] = "group") -> Policy:
         base=True,
         nonnegative=True,
         heads=heads,
-        published=Moments(
+        published=Timing(
             "prompt", 1, "arXiv 2503.08879: one selection after the prompt, then a rolling window", final=True
         ),
     )
@@ -385,7 +385,7 @@ def laprox(
         window=window,
         protection=Protection(recent=window),
         needs=Needs(projections=frozenset(projected), order=True),
-        published=Moments("prompt", 0, "arXiv 2605.07234, appendix: once after the prefilling phase"),
+        published=Timing("prompt", 0, "arXiv 2605.07234, appendix: once after the prefilling phase"),
     )
     return dataclasses.replace(policy, allocation=allocation.model())
 
@@ -424,7 +424,7 @@ def cake(*, window: int = 32, kernel: int = 5, gamma: float = 200.0) -> Policy:
         window=window,
         needs=Needs(order=True),
         protection=Protection(recent=window),
-        published=Moments("prompt", 0, "arXiv 2503.12491: while the prompt is prefilled"),
+        published=Timing("prompt", 0, "arXiv 2503.12491: while the prompt is prefilled"),
     )
     return dataclasses.replace(policy, allocation=allocation.cake())
 
@@ -462,7 +462,7 @@ def lava(*, window: int = 32, kernel: int = 7) -> Policy:
         window=window,
         needs=Needs(order=True),
         protection=Protection(recent=window),
-        published=Moments("prompt", 0, "arXiv 2509.09754: while the prompt is prefilled"),
+        published=Timing("prompt", 0, "arXiv 2509.09754: while the prompt is prefilled"),
     )
     return dataclasses.replace(policy, allocation=allocation.lava())
 
@@ -526,7 +526,7 @@ def expected_attention(
         init,
         update,
         protection=Protection(sinks=sinks),
-        published=Moments("prompt", 0, "arXiv 2510.00636, as in kvpress: the prompt is compressed, before generation"),
+        published=Timing("prompt", 0, "arXiv 2510.00636, as in kvpress: the prompt is compressed, before generation"),
         needs=Needs(rotary=True),
         base=True,
         nonnegative=True,
@@ -572,7 +572,7 @@ def kvzip(
     """
     check_count("kvzip: chunk", chunk, 1, "give the number of tokens that are repeated at a time, an int from 1")
     check_protected("kvzip", sinks=sinks)
-    published = Moments("prompt", 0, "arXiv 2505.23416: once after the prompt, which the model repeats")
+    published = Timing("prompt", 0, "arXiv 2505.23416: once after the prompt, which the model repeats")
     if not normalise:
         needs = Needs(reconstruction=Reconstruction(chunk, sinks, visible, frozenset({"max"})))
         return _while_repeating("kvzip", lambda o: jnp.max(o.columns.max, axis=2), needs, published)
@@ -639,7 +639,7 @@ def prompted(*, text: str = CATALYST, sinks: int = 4) -> Policy:
         base=True,
         nonnegative=True,
         allocation=allocation.layer(cap=None),
-        published=Moments("block", 0, "arXiv 2509.17396: after each block, by the attention of an episode's text"),
+        published=Timing("block", 0, "arXiv 2509.17396: after each block, by the attention of an episode's text"),
     )
 
 
@@ -692,7 +692,7 @@ def kvgrad(
             projections=frozenset({kind}),
             reconstruction=Reconstruction(chunk, sinks, visible, frozenset({statistic}), loss=loss),
         ),
-        Moments("prompt", 0, "openreview cg1wTCJjjk, as in kvpress: once after the prompt, which the model repeats"),
+        Timing("prompt", 0, "openreview cg1wTCJjjk, as in kvpress: once after the prompt, which the model repeats"),
     )
 
 
@@ -787,7 +787,7 @@ def zap() -> Policy:
         base=True,
         nonnegative=True,
         allocation=allocation.model(normalise=False),
-        published=Moments("block", 1, "arXiv 2601.07891: while the prompt is prefilled, and in decode"),
+        published=Timing("block", 1, "arXiv 2601.07891: while the prompt is prefilled, and in decode"),
     )
 
 
@@ -843,7 +843,7 @@ def mix_bits(x: UInt[Array, "*shape"]) -> UInt[Array, "*shape"]:
     return x ^ (x >> 16)
 
 
-def _while_repeating(name: str, seen: Callable[[Observation], Scores], needs: Needs, published: Moments) -> Policy:
+def _while_repeating(name: str, seen: Callable[[Observation], Scores], needs: Needs, published: Timing) -> Policy:
     """Return a base score that is what ``seen`` gives a token [B, K, S] while its part of the text is repeated."""
     wanted = needs.reconstruction
     assert wanted is not None
@@ -924,7 +924,7 @@ def _newest(name: str, sinks: int) -> Policy:
         name,
         lambda o: o.position[:, :, None].astype(jnp.float32),
         protection=Protection(sinks=sinks),
-        published=Moments("block", 1, "arXiv 2309.17453: a rolling cache"),
+        published=Timing("block", 1, "arXiv 2309.17453: a rolling cache"),
     )
 
 

@@ -13,7 +13,7 @@ from kvjax._src.calibration import read_array
 from kvjax._src.chains import base_score, register
 from kvjax._src.checks import check_count
 from kvjax._src.observation import Needs, Observation
-from kvjax._src.policy import Moments, Policy, Protection, Scores
+from kvjax._src.policy import Policy, Protection, Scores, Timing
 from kvjax._src.rotary import rotate
 from kvjax._src.scores_of_keys import unit
 from kvjax._src.scores_of_last_queries import LastQueries, no_queries, with_last
@@ -68,7 +68,7 @@ def rkv(*, window: int = 8, kernel: int = 7, importance: float = 0.1, threshold:
         Needs(queries=True, order=True),
         protection=Protection(recent=window),
         base=True,
-        published=Moments("prompt", 128, "arXiv 2505.24133: when the prompt is in, then when a buffer of 128 is full"),
+        published=Timing("prompt", 128, "arXiv 2505.24133: when the prompt is in, then when a buffer of 128 is full"),
     )
 
 
@@ -107,7 +107,7 @@ def trimkv() -> Policy:
         update,
         Needs(predicted=frozenset({"retention"})),
         base=True,
-        published=Moments("prompt", 128, "arXiv 2512.03324, code: after the prompt, then when a buffer of 128 is full"),
+        published=Timing("prompt", 128, "arXiv 2512.03324, code: after the prompt, then when a buffer of 128 is full"),
     )
 
 
@@ -174,7 +174,7 @@ def triattention(*, file: str | None = None, content: str | None = None, future:
         score,
         needs=Needs(rotary=True),
         nonnegative=False,
-        published=Moments("prompt", 128, "arXiv 2604.04921, its authors' code: in decode, after every 128 tokens"),
+        published=Timing("prompt", 128, "arXiv 2604.04921, its authors' code: in decode, after every 128 tokens"),
     )
     return dataclasses.replace(scored, init=init, measured=None if centres is None else centres.shape[:2])
 

@@ -13,7 +13,7 @@ from kvjax._src.calibration import read_array
 from kvjax._src.chains import base_score, register
 from kvjax._src.checks import check_count
 from kvjax._src.observation import Observation
-from kvjax._src.policy import Moments, Policy, Protection, Scores
+from kvjax._src.policy import Policy, Protection, Scores, Timing
 from kvjax._src.short_names import check_protected
 from kvjax._src.transforms import rounded
 
@@ -38,7 +38,7 @@ def key_norm() -> Policy:
         "key_norm",
         lambda o: -rounded(jnp.linalg.norm(o.key.astype(jnp.float32), axis=-1))[:, :, None],
         nonnegative=False,
-        published=Moments("block", 1, "arXiv 2406.11430: whenever the cache is full"),
+        published=Timing("block", 1, "arXiv 2406.11430: whenever the cache is full"),
     )
 
 
@@ -61,7 +61,7 @@ def keydiff() -> Policy:
         mean = jnp.sum(direction, axis=2, keepdims=True) / count[..., None, None]
         return -jnp.sum(direction * unit(mean), axis=-1)[:, :, None]
 
-    published = Moments("block", 1, "arXiv 2504.15364: prompts in blocks, then every new token")
+    published = Timing("block", 1, "arXiv 2504.15364: prompts in blocks, then every new token")
     return base_score("keydiff", score, nonnegative=False, published=published)
 
 
@@ -107,7 +107,7 @@ def q_filters(*, file: str | None = None, content: str | None = None) -> Policy:
         "q_filters",
         score,
         nonnegative=False,
-        published=Moments("block", 1, "arXiv 2503.02812, its authors' code: whenever the cache is full"),
+        published=Timing("block", 1, "arXiv 2503.02812, its authors' code: whenever the cache is full"),
     )
     return dataclasses.replace(scored, init=init, measured=None if filters is None else filters.shape[:2])
 
@@ -152,7 +152,7 @@ def curdkv(
         "curdkv",
         score,
         protection=Protection(sinks=sinks),
-        published=Moments("prompt", 0, "arXiv 2509.15038, as in kvpress: the prompt is compressed, before generation"),
+        published=Timing("prompt", 0, "arXiv 2509.15038, as in kvpress: the prompt is compressed, before generation"),
     )
 
 
@@ -203,7 +203,7 @@ def lagkv(*, sinks: int = 4, lag: int = 128, cross_scoring: bool = False) -> Pol
         "lagkv",
         score,
         protection=Protection(sinks=sinks, recent=lag),
-        published=Moments("prompt", 0, "arXiv 2504.04704, as in kvpress: the prompt is compressed, before generation"),
+        published=Timing("prompt", 0, "arXiv 2504.04704, as in kvpress: the prompt is compressed, before generation"),
     )
 
 

@@ -14,7 +14,7 @@ from kvjax._src.cache import HeadState
 from kvjax._src.chains import register
 from kvjax._src.checks import check_count
 from kvjax._src.observation import Needs, Observation
-from kvjax._src.policy import Moments, Policy, Protection, Scores
+from kvjax._src.policy import Policy, Protection, Scores, Timing
 from kvjax._src.projection import part_of
 from kvjax._src.short_names import check_number
 from kvjax._src.topk import best_of_heads, rank
@@ -108,7 +108,7 @@ def restkv(
         drift = _drift(weights, there, o, window)
         return jnp.where(before, _pooled_along(moved, before[:, :, 0], o, kernel // 2, jnp.trunc(drift / step)), 0)
 
-    published = Moments("prompt", 0, "arXiv 2605.08840, its authors' code: compresses the prompt, before generation")
+    published = Timing("prompt", 0, "arXiv 2605.08840, its authors' code: compresses the prompt, before generation")
     needs = Needs(window=window, projections=frozenset({"gram"}), queries=True, order=True)
     return _of_last_queries("restkv", window, score, needs, published)
 
@@ -146,12 +146,12 @@ def defensive(*, window: int = 32, kernel: int = 5) -> Policy:
         mean = jnp.sum(worst, axis=-1, keepdims=True) / jnp.maximum(jnp.sum(before, axis=-1, keepdims=True), 1)
         return jnp.where(before, jnp.maximum(worst, mean), 0)
 
-    published = Moments("prompt", 0, "arXiv 2510.13334, its authors' code: compresses the prompt, before generation")
+    published = Timing("prompt", 0, "arXiv 2510.13334, its authors' code: compresses the prompt, before generation")
     return _of_last_queries("defensive", window, score, Needs(window=window, queries=True, order=True), published)
 
 
 def _of_last_queries(
-    name: str, window: int, score: Callable[[LastQueries, Observation], Scores], needs: Needs, published: Moments
+    name: str, window: int, score: Callable[[LastQueries, Observation], Scores], needs: Needs, published: Timing
 ) -> Policy:
     """Return a base score of the head's last queries, which are its state."""
     check_count(f"{name}: window", window, 1, "give the number of queries that observe, an int from 1")

@@ -18,7 +18,7 @@ from kvjax._src.matching import Queries, remembered
 from kvjax._src.merging import Merging, Received, most_similar, next_tokens, rematched
 from kvjax._src.moments import Evicted, absorbed, residuals
 from kvjax._src.observation import Context, Needs, Observation
-from kvjax._src.policy import Marked, Moments, Policy, Protection, Scores
+from kvjax._src.policy import Marked, Policy, Protection, Scores, Timing
 from kvjax._src.projection import part_of
 from kvjax._src.short_names import check_number, check_protected
 from kvjax._src.topk import best_of_heads, rank, share_of
@@ -85,7 +85,7 @@ def chunks(*, size: int = 20, heads: Literal["group", "layer"] = "group") -> Pol
         lambda scores, state, o: (_chunk_means(scores, o, size), state),
         Needs(order=True),
         heads=heads,
-        published=Moments("prompt", 0, "arXiv 2502.00299, algorithm 1: compresses the prompt, before generation"),
+        published=Timing("prompt", 0, "arXiv 2502.00299, algorithm 1: compresses the prompt, before generation"),
     )
 
 
@@ -151,7 +151,7 @@ def critical(*, safe: float = 0.5, epsilon: float = 1e-4) -> Policy:
         needs=Needs(projections=frozenset({"weight"})),
         needs_nonnegative=True,
         nonnegative=True,
-        published=Moments("prompt", 0, "arXiv 2502.03805: after the prompt, before generation"),
+        published=Timing("prompt", 0, "arXiv 2502.03805: after the prompt, before generation"),
     )
 
 
@@ -259,7 +259,7 @@ def match(*, queries: int = 1024) -> Policy:
         return scores, remembered(state, o.query * scale, at, o.query_position, o.position)
 
     merging = Merging("match", functools.partial(rematched, queries=queries), (queries,), biased=True)
-    published = Moments("prompt", 0, "arXiv 2602.16284: once, when the context is in")
+    published = Timing("prompt", 0, "arXiv 2602.16284: once, when the context is in")
     return Policy("match", init, update, Needs(queries=True), published=published, merging=merging)
 
 
@@ -289,7 +289,7 @@ def moments() -> Policy:
         _plain("moments", o.context)
         return jnp.minimum(scores * residuals(state, o)[:, :, None], jnp.finfo(jnp.float32).max), state
 
-    published = Moments("prompt", 1, "arXiv 2606.01563, algorithm 1: behind the prompt, then at every step")
+    published = Timing("prompt", 1, "arXiv 2606.01563, algorithm 1: behind the prompt, then at every step")
     merging = Merging("moments", absorb=absorbed)
     needs = Needs(queries=True)  # whose logits the means have, so that keys must not turn
     return Policy("moments", Evicted.none, update, needs, needs_nonnegative=True, published=published, merging=merging)
