@@ -282,22 +282,22 @@ class PromptTimes(NamedTuple):
 
 
 def feed(model: models.Decoder, setting: Setting, prompt: int, steps: int = 16) -> PromptTimes:
-    """Feed a prompt of random tokens for a second time: the first compiles all programs."""
+    """Feed a prompt of random tokens, after a single block of it has compiled all programs."""
     tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (setting.batch, prompt), np.int32)
 
-    def run() -> tuple[float, float]:
+    def run(count: int, steps: int) -> tuple[float, float]:
         times = [time.perf_counter()]
         with UNWARNED():
             made = models.stream(
-                model, tokens, policy=setting.policy, budget=setting.budget, block=setting.block,
-                max_new_tokens=1 + steps, end=(),
+                model, tokens, lengths=np.full(setting.batch, count), policy=setting.policy, budget=setting.budget,
+                block=setting.block, max_new_tokens=1 + steps, end=(),
             )  # fmt: skip
         for _ in made:
             times.append(time.perf_counter())
         first, *rest = np.diff(times).tolist()
         return first, statistics.median(rest)
 
-    run()
+    run(min(prompt, setting.block), steps)
     with measure.compilations() as compiled:
-        times = run()
+        times = run(prompt, steps)
     return PromptTimes(*times, len(compiled))

@@ -71,7 +71,8 @@ def prefill(
     """Run a prompt through the model block by block; under a budget in slots, memory does not grow with the prompt.
 
     Args:
-        tokens: prompts, padded on the right, or a list of rows.
+        tokens: prompts, padded on the right, or a list of rows. Where the cache follows the prompt's length, it follows
+            what the rows are padded to: calls of one width share their programs.
         lengths: how many tokens of each row count; all by default.
         options, settings: what to keep, and how; see :class:`Options`.
         cache: a cache that this function, :func:`generate`, :func:`stream` or ``kvjax.load_cache`` returned: the tokens

@@ -151,9 +151,9 @@ def _plan_full(run: Run, prompt: CheckedPrompt, options: Options) -> tuple[Run, 
     if options.reading_budget is not None:
         wrong = f"reading_budget is {options.reading_budget!r}, but nothing is evicted here"
         raise ValueError(f"{wrong}; give a policy, or leave it out.")
-    if held > config.max_positions:
+    if (taken := held - prompt.padding) > config.max_positions:
         raise ValueError(
-            f"the prompt and its answer take {held} positions, but the model has {config.max_positions}: "
+            f"the prompt and its answer take {taken} positions, but the model has {config.max_positions}: "
             "shorten the prompt, or give a policy and a budget."
         )
     slots = rounded_up(held)
@@ -162,8 +162,9 @@ def _plan_full(run: Run, prompt: CheckedPrompt, options: Options) -> tuple[Run, 
     if run.plan.selection is not None:
         run = dataclasses.replace(run, plan=dataclasses.replace(run.plan, memory_slots=slots))
     if kept is not None:
-        size = turn_block(prompt.longest, options.block)  # turns of one number of blocks share their programs
-        spec = resized(spec, kept, -(-prompt.longest // size) * size + options.reserve, held)
+        turn = prompt.text.tokens.shape[1]
+        size = turn_block(turn, options.block)  # turns of one number of blocks share their programs
+        spec = resized(spec, kept, -(-turn // size) * size + options.reserve, held)
     _check_attended(config, spec)
     return run, spec
 

@@ -72,14 +72,17 @@ class CheckedPrompt(NamedTuple):
         return self.text.tokens.shape[1] > 0
 
     @property
-    def longest(self) -> int:
-        """Return the number of tokens of the longest row; the rows may be padded to more."""
-        return int(self.text.lengths.max())
+    def padding(self) -> int:
+        """Return how many tokens of padding the longest row has."""
+        return self.text.tokens.shape[1] - int(self.text.lengths.max())
 
     @property
     def most(self) -> int:
-        """Return the number of tokens in the fullest head after the prompt, as long as nothing is evicted."""
-        return self.longest + (0 if self.kept is None else self.kept.most)
+        """Return the tokens for which the fullest head has room after the prompt, as long as nothing is evicted.
+
+        Rows are as long as they are padded to, so that calls of one width share their programs.
+        """
+        return self.text.tokens.shape[1] + (0 if self.kept is None else self.kept.most)
 
 
 def cache_heads(config: Config, policy: Policy | None) -> int:

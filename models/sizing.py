@@ -113,7 +113,7 @@ def sized(
     entering, context = answer, int(text.context.max())
     repeated = copied(policy, prompt.most) if whole else copies
     if whole and context:
-        entering = prompt.longest - int(text.questions.min()) + repeated
+        entering = text.tokens.shape[1] - int(text.questions.min()) + repeated
     elif fed and context:
         entering = turn_block(context, options.block) + repeated
     if kept is None:

@@ -75,7 +75,7 @@ def test_contenders_have_the_same_slots_and_one_program_serves_every_prompt_unde
 @matrix
 def test_a_second_prompt_compiles_nothing(model):
     first, second = (steps.feed(model, EVICTING, prompt, steps=2) for prompt in (24, 48))
-    assert (first.compilations, second.compilations) == (0, 0)
+    assert first.compilations <= 1 and second.compilations == 0
 
 
 TINY = ["--shapes", "tiny", "--split", "tiny", "--budget", "256", "--block", "64", "--prompt", "512"]

@@ -1,5 +1,6 @@
 """Prefill, generate and stream against an independent reference, row by row; tests/campaign draws the pairs."""
 
+import dataclasses
 import functools
 
 import jax
@@ -31,18 +32,16 @@ def test_fifty_blocks_keep_the_references_tokens_and_give_its_logits():
         np.testing.assert_allclose(logits[row, :length], expected.logits, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("settings", [{}, dict(policy="tova", budget=16, when="prompt")], ids=str)
-def test_rows_that_are_padded_to_more_take_no_more_slots(settings):
-    sizes, rows = [], TOKENS[:2, :40]
-    for tokens in (rows, np.pad(rows, ((0, 0), (0, 200)))):
-        seen = []
-        steps = models.stream(
-            decoder(), tokens, lengths=[40, 31], block=16, max_new_tokens=2, **settings,
-            on_block=lambda done, total, cache: seen.append(cache.nbytes),  # noqa: B023
-        )  # fmt: skip
-        made = [(token.tolist(), cache.nbytes) for token, cache in steps]
-        sizes.append((max(seen), made))
-    assert sizes[0] == sizes[1]
+def test_rows_that_are_padded_beyond_the_models_positions_are_read():
+    model = models.Decoder(dataclasses.replace(decoder().config, max_positions=64), decoder().arrays())
+    rows = TOKENS[:2, :40]
+    wide = np.pad(rows, ((0, 0), (0, 200)))
+    one, other = (
+        models.generate(model, tokens, lengths=[40, 31], block=16, max_new_tokens=4) for tokens in (rows, wide)
+    )
+    assert one.tokens.tolist() == other.tokens.tolist()
+    with pytest.raises(ValueError, match="the prompt and its answer take 68 positions, but the model has 64"):
+        models.generate(model, wide, lengths=[64, 31], max_new_tokens=4)
 
 
 def test_each_step_draws_anew_and_a_stream_draws_what_generate_does(run_by_layer):
