@@ -229,31 +229,28 @@ DIFFERENT = {
 
 def same_questions() -> str:
     """Make the table of kvpress' answers and kept sets beside those of the study "once"."""
-    data, found = read("kvpress-answers.json"), studies.find("once")
+    data = read("kvpress-answers.json")
     ours_of = {(r["model"], r["question"], r["policy"]): r["scores"]["needle"] for r in read("once.json")["results"]}
-    forms = {form: [part for part in data["results"] if part["model"] == models[0]]
-             for form, models in found.forms.items() if form in ("base", "adapted")}  # fmt: skip
+    answered = [part for part in data["results"] if part["model"] == "smollm2"]
     lines = []
     for policy in data["results"][0]["answers"]:
-        line, answers, kept = [f"`{policy}`"], [], []
-        for parts in forms.values():
-            pairs = [
-                (theirs, ours_of[part["model"], part["question"], full_name(policy)][sample])
-                for part in parts
-                for sample, theirs in zip(part["samples"], part["answers"][policy], strict=True)
-                if theirs != "-"
-            ]
-            line.append(", ".join(f"{np.mean([side == '1' for side in own]):.0%}" for own in zip(*pairs, strict=True)))
-            answers += [a == b for a, b in pairs]
-            kept += [part["kept"][policy] for part in parts if policy in part["kept"]]
+        pairs = [
+            (theirs, ours_of[part["model"], part["question"], full_name(policy)][sample])
+            for part in answered
+            for sample, theirs in zip(part["samples"], part["answers"][policy], strict=True)
+            if theirs != "-"
+        ]
+        line = [f"`{policy}`", *(f"{np.mean([side == '1' for side in own]):.0%}" for own in zip(*pairs, strict=True))]
+        answers = [a == b for a, b in pairs]
+        kept = [part["kept"][policy] for part in data["results"] if policy in part["kept"]]
         sets, same = (sum(of_part[count] for of_part in kept) for count in ("sets", "equal"))
         share = sum(of_part["alike"] * of_part["sets"] for of_part in kept) / max(sets, 1)
         unlike = "" if share > 0.9999 else f" ({share:.1%} alike)"
         others = f"; {answers.count(False)} of {len(answers)} answers" if not all(answers) else ""
         line.append(f"{same:,} of {sets:,}{unlike}" if kept else "")
         lines.append([*line, ("" if same == sets else DIFFERENT.get(policy, "")) + others])
-    (asked,) = {tuple(len(part["samples"]) for part in parts) for parts in forms.values()}
-    head = ("policy", *(f"{form}: there, here" for form in forms), "same kept sets", "what differs")
+    asked = [len(part["samples"]) for part in answered]
+    head = ("policy", "there", "here", "same kept sets", "what differs")
     note = f"{min(asked)} texts, with {max(asked)} questions that come later and {min(asked)} that are known."
     return f"{note}\n\n{markdown(head, lines)}"
 

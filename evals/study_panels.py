@@ -193,6 +193,8 @@ def _by_policy(
             score, rows, xerr=[score - low, high - score], color=colour, fmt=marker, markersize=5, elinewidth=0.8,
             capsize=2,
         )  # fmt: skip
+        few = np.array([len(found[policy].samples) for policy in there]) < _most(forms[form])
+        axis.plot(score[few], rows[few], marker, color=colour, markerfacecolor="white", markersize=5, zorder=3)
         full = _percent(found["full"])
         axis.axvspan(*full[1:], color=colour, alpha=0.08, linewidth=0)
         line = axis.axvline(full[0], color=colour, linestyle="--", linewidth=1)
