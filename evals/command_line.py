@@ -26,6 +26,7 @@ def add_model_flags(flags: argparse.ArgumentParser, **changes: Any) -> None:
 
     They are the model, how it is fed and spread, and the files of figures and of the picture.
     """
+    changes.setdefault("seed", dict(help="random seed; runs whose seeds are less than 1,000 apart may share samples"))
     add_shared_flags(flags, "model", "block", "batch", "seed", "dtype", "json", "plot", *MESH, **changes)
 
 
