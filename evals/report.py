@@ -114,7 +114,7 @@ def compare(
     values: Callable[[Mapping[str, Any]], Sequence[float]],
     where: Sequence[str] = (),
     fields: Sequence[str] = ("budget", "when", "evicts"),
-    interval: Callable[[Sequence[float]], tuple[float, float, float]] = statistics.paired_interval,
+    interval: statistics.Interval = statistics.paired_interval,
 ) -> list[dict[str, Any]]:
     """Compare each line with those of :func:`pairs`: the difference of their values of the same samples.
 

@@ -19,6 +19,7 @@ from jaxtyping import Float
 
 Z = 1.959964  # 95%
 ONE_SIDE = 0.025  # of a 95% interval
+Interval = Callable[[Sequence[float]], tuple[float, float, float]]  # of values: their mean and its bounds
 
 
 def wilson(successes: float, trials: float) -> tuple[float, float]:
@@ -128,9 +129,7 @@ def _chances(
     return scipy.stats.t.sf(np.where(gap > smallest / size, found, 0.0), size - 1)
 
 
-def comparison(
-    differences: Sequence[float], interval: Callable[[Sequence[float]], tuple[float, float, float]] = paired_interval
-) -> dict[str, Any]:
+def comparison(differences: Sequence[float], interval: Interval = paired_interval) -> dict[str, Any]:
     """Return the mean of differences on the same samples as fields of a table's line, with its interval and verdict.
 
     ``interval`` is :func:`mean_interval` for what is no score, such as a relative error: no sample of it is lost whole.

@@ -128,19 +128,23 @@ def _free(cache: Any, row: int | Int[Array, ""]) -> Any:
         cache,
         position=position,
         next_position=cache.next_position.at[row].set(0),
-        state=map_state(lambda slots: slots, lambda heads: heads.at[row].set(0), cache.state),
+        state=_forgotten(cache.state, row),
     )
+
+
+def _forgotten(state: Any, row: Any) -> Any:
+    """Return a policy's state with what it remembers of a row's heads at 0; ``row`` is their place."""
+    return map_state(lambda slots: slots, lambda heads: heads.at[row].set(0), state)
 
 
 @_free.register(PagedCache)
 def _free_pages(cache: PagedCache, row: int | Int[Array, ""]) -> PagedCache:
     """Free a row's pages."""
     *L, B, K = cache.heads_shape
-    here = (*[slice(None)] * len(L), row)
     mine = (cache.owner >= 0) & (cache.owner // K % B == row)
     position = jnp.where(mine[:, None], -1, cache.position)
     next_position = cache.next_position.at[row].set(0)
-    state = map_state(lambda slots: slots, lambda heads: heads.at[here].set(0), cache.state)
+    state = _forgotten(cache.state, (*[slice(None)] * len(L), row))
     return dataclasses.replace(cache, position=position, next_position=next_position, state=state).released()
 
 

@@ -88,7 +88,8 @@ def test_a_row_holds_what_its_sequence_held_and_others_are_untouched(kind, moves
         for other, one in enumerate(expected):
             found = held(cache, other)
             if one is None:
-                assert not any(head["tokens"] or np.any(np.concatenate([[0], *head["head"]], None)) for head in found)
+                assert [head["tokens"] for head in found] == [{}] * (L * K)
+                assert not np.concatenate([[0.0], *(x for head in found for x in head["head"])], axis=None).any()
                 assert np.asarray(cache.next_position)[other] == 0
             else:
                 assert found == held(one, 0)

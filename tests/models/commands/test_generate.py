@@ -219,34 +219,31 @@ def test_the_module_runs_and_the_function_keeps_its_name(monkeypatch, capsys, na
     assert isinstance(getattr(models, name), types.FunctionType)
 
 
-def test_a_question_goes_on_where_the_prompt_ends(monkeypatch):
-    tokenizer, seen = spaced(None), []
+def fed(monkeypatch, tokenizer, *flags: str) -> tuple[list[int], int]:
+    """What the command feeds: the tokens, and how many of them are the question."""
+    seen = []
 
     def stream(model, tokens, **settings):
         seen.append((tokens[0], settings["question"]))
         raise ValueError("that is all")
 
-    monkeypatch.setattr(
-        models, "load", lambda *_, **__: (reference.decoder(models.Config(300, 16, 16, 1, 1, 1)), tokenizer)
-    )
+    model = reference.decoder(models.Config(300, 16, 16, 1, 1, 1))
+    monkeypatch.setattr(models, "load", lambda *_, **__: (model, tokenizer))
     monkeypatch.setattr(models, "stream", stream)
-    assert generate.main(["retriever", "--prompt", "It costs $", "--question", "12?", *SMALL]) == 2
-    assert seen == [(tokenizer.encode("It costs $12?"), 3)]
+    assert generate.main(["retriever", *flags, *SMALL]) == 2
+    (one,) = seen
+    return one
+
+
+def test_a_question_goes_on_where_the_prompt_ends(monkeypatch):
+    tokenizer = spaced(None)
+    found = fed(monkeypatch, tokenizer, "--prompt", "It costs $", "--question", "12?")
+    assert found == (tokenizer.encode("It costs $12?"), 3)
 
 
 def test_a_question_in_a_chat_template_is_part_of_the_message(monkeypatch):
-    tokenizer, seen = tokenizer_of(CHATML), []
-
-    def stream(model, tokens, **settings):
-        seen.append((tokens[0], settings["question"]))
-        raise ValueError("that is all")
-
-    monkeypatch.setattr(
-        models, "load", lambda *_, **__: (reference.decoder(models.Config(300, 16, 16, 1, 1, 1)), tokenizer)
-    )
-    monkeypatch.setattr(models, "stream", stream)
-    assert generate.main(["retriever", "--chat", "--prompt", PROMPT, "--question", "Who?", *SMALL]) == 2
+    tokenizer = tokenizer_of(CHATML)
+    tokens, question = fed(monkeypatch, tokenizer, "--chat", "--prompt", PROMPT, "--question", "Who?")
     whole = tokenizer.chat([{"role": "user", "content": f"{PROMPT.strip()}\n\nWho?"}])
-    ((tokens, question),) = seen
     assert tokenizer.decode(tokens) == tokenizer.decode(tokenizer.encode(whole, add_special_tokens=False))
     assert tokenizer.decode(tokens[-question:]).startswith("\n\nWho?")
