@@ -132,7 +132,7 @@ def parts(here: dict[str, Any], flags: argparse.Namespace) -> list[Part]:
         samples = f"ruler-{code()[:8]}"  # answers of other code are not continued
         found.append(Part("ruler", 150, [*words, "--out", samples, "--json", "ruler.json"]))
     found += [
-        kernels("kernels", 90, "caote_topk,cache_attention,paged_attention", "--batches", "8"),
+        kernels("kernels", 90, "caote_topk,keep_topk,cache_attention,paged_attention", "--batches", "8"),
         kernels("kernels-select", 60, "select_attention,mse_logits", "--batches", "1"),
     ]
     if platform != "tpu":

@@ -25,6 +25,11 @@ def caote_topk(B: int, K: int, S: int, D: int, width: int, *, fast: bool = False
     return (1 if fast else 2) * B * K * S * D * width
 
 
+def keep_topk(B: int, K: int, S: int) -> int:
+    """Return the bytes of a selection's scores and positions, read once, and of the positions that it writes."""
+    return 3 * 4 * B * K * S
+
+
 def keys_and_values(slots: int, D: int, width: int) -> int:
     """Return the bytes of K and V: of a cache's B K S slots, of the slots of the live pages, or of the chosen slots."""
     return 2 * slots * D * width

@@ -41,7 +41,7 @@ from models.sampling import Draws, Sampling
 from models.steps import decode_phase
 
 PROGRAMS = ("decode", "block")
-POLICIES = ("none", "h2o+caote", "snapkv+caote", "tova", "kvzip@uniform", "laprox(gqa='group',pooled='product')")
+POLICIES = ("none", "h2o+caote", "snapkv+caote", "tova", "kvzip@uniform", "kvzip", "laprox")
 # Each shape's policies and batches; those of the last three: biases, windows in some layers, a mixture.
 ASKED: dict[str, tuple[Sequence[str], Sequence[int]]] = {
     "llama-3.1-8b": (POLICIES, (1, 8)), "llama-3.2-1b": (POLICIES, (1, 8)), "qwen2.5-7b": (POLICIES[:2], (1,)),

@@ -24,7 +24,7 @@ from models.butler import ButlerConfig
 from models.commands.shared_flags import count
 from models.config import Config
 
-OPERATIONS = ("caote_topk", "cache_attention", "paged_attention", "select_attention", "mse_logits")
+OPERATIONS = ("caote_topk", "keep_topk", "cache_attention", "paged_attention", "select_attention", "mse_logits")
 IMPLEMENTATIONS = ("reference", "pallas_gpu", "pallas_mosaic_gpu", "pallas_tpu")
 STATISTICS = frozenset({"sum", "last"})  # read by H2O and SAGE-KV; a block's other statistics cost the same pass
 ERRORS = frozenset({"window_mean"})  # read by DropKV, and by SnapKV under CAOTE of each query
@@ -68,6 +68,8 @@ def cases(config: Config, batch: int, sizes: Sizes, dtype: DTypeLike, operations
     if "caote_topk" in operations:
         for name in ("block", "block, fast", "decode"):
             yield _caote_topk(config, batch, sizes, dtype, name)
+    if "keep_topk" in operations:
+        yield _keep_topk(config, batch, sizes)
     if "cache_attention" in operations:
         slots = sizes.budget + sizes.block
         for tokens in (1, sizes.block):
@@ -109,6 +111,19 @@ def _caote_topk(config: Config, B: int, sizes: Sizes, dtype: DTypeLike, case: st
         )  # fmt: skip
 
     return Case("caote_topk", case, make, call, floors.caote_topk(B, K, live, D, width, fast=fast))
+
+
+def _keep_topk(config: Config, B: int, sizes: Sizes) -> Case:
+    K, S = config.num_kv_heads, sizes.budget + sizes.block
+
+    def make() -> tuple[Any, ...]:
+        position = jnp.broadcast_to(jnp.arange(S), (B, K, S))
+        return _normal(0, (B, K, S), jnp.float32), position, jnp.full(B, sizes.budget, jnp.int32)
+
+    def call(function: Callable[..., Any], zero: Any, scores: Array, *arrays: Any) -> Any:
+        return function(scores + zero, *arrays, excess=None)
+
+    return Case("keep_topk", "block", make, call, floors.keep_topk(B, K, S))
 
 
 def _cache_attention(

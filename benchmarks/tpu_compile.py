@@ -42,7 +42,7 @@ from models.sampling import Draws, Sampling
 from models.states import start
 from models.steps import decode_phase
 
-OPERATIONS = tuple(name for name in kernels.OPERATIONS if kernels_of(name))  # the loss has no kernel
+OPERATIONS = tuple(name for name in kernels.OPERATIONS if "pallas_tpu" in kernels_of(name))
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
 LEGEND = """Compiled, not timed: nothing here ran on a TPU. arrays: MiB per chip of weights and cache, as counted.
 Decode step and block: the bytes that the program takes, over these: its arguments as laid out on the chip, its

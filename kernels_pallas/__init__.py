@@ -7,6 +7,7 @@ from kernels_pallas.caote_topk.api import caote_topk
 from kernels_pallas.caote_topk.reference import Kept
 from kernels_pallas.insert_token.api import insert_token
 from kernels_pallas.insert_token.reference import Inserted
+from kernels_pallas.keep_topk.api import keep_topk
 from kernels_pallas.mse_logits.api import mse_logits
 from kernels_pallas.paged_attention.api import paged_attention
 from kernels_pallas.select_attention.api import select_attention
@@ -24,6 +25,7 @@ __all__ = [
     "cache_attention",
     "caote_topk",
     "insert_token",
+    "keep_topk",
     "mse_logits",
     "paged_attention",
     "select_attention",

@@ -110,25 +110,25 @@ def nth_largest(at_least: Callable[[Array], Array], n: Int[Array, "..."]) -> Int
         return jnp.where(enough, middle, low), jnp.where(enough, high, middle - 1)
 
     low = jnp.full(n.shape, LOWEST, jnp.int32)
-    high = jnp.full(n.shape, _HIGHEST, jnp.int32)
+    high = jnp.full(n.shape, HIGHEST, jnp.int32)
     # The first step is outside the loop: under shard_map only its results vary as those of all other steps do.
     return jax.lax.fori_loop(1, 32, halve, halve(0, (low, high)))[0]
 
 
 def _worst(ranks: Int[Array, "*head S"], position: Int[Array, "*head S"]) -> Bool[Array, "*head S"]:
     """Return a mask of the live slot of lowest rank; of equal ranks the oldest."""
-    ranks = jnp.where(position >= 0, ranks, _HIGHEST)
+    ranks = jnp.where(position >= 0, ranks, HIGHEST)
     tied = (ranks == jnp.min(ranks, axis=-1, keepdims=True)) & (position >= 0)
-    age = jnp.where(tied, position, _HIGHEST)
+    age = jnp.where(tied, position, HIGHEST)
     return tied & (age == jnp.min(age, axis=-1, keepdims=True))
 
 
 LOWEST = -(2**31)  # ranks below everything else and marks a free slot
-_HIGHEST = 2**31 - 1
+HIGHEST = 2**31 - 1
 
 
 def _ordered_bits(x: Float[Array, "*shape"]) -> Int[Array, "*shape"]:
     """Return int32 values in the order of the float32 values: -inf first, -0 equal to 0, +inf last."""
     bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
     bits = jnp.where(bits == LOWEST, 0, bits)  # -0; XLA would remove a "+ 0.0"
-    return jnp.where(bits < 0, bits ^ _HIGHEST, bits)
+    return jnp.where(bits < 0, bits ^ HIGHEST, bits)

@@ -3,8 +3,7 @@
     1. each program sums its slots' part of the outputs, with its heaviest token apart
     2. each program adds up the head's outputs X, at most `PARTS`, and scores its slots by their distances |X - v|; in
        decode, where one token leaves, it finds its worst slot
-    3. in decode the worst of those is freed; for blocks one program per head selects with the head's scores in its
-       registers, and beyond `SELECTED` slots XLA does
+    3. in decode the worst of those is freed; for blocks `keep_topk` selects by the scores, or XLA where it can't
 
 V is read twice. Both products, of weights and V and of V and X, are those of the matrix unit, and exact: a float32 is
 the sum of three bfloat16. Neither needs to know which values are finite, as one that is not spoils the sum, which is
@@ -28,8 +27,9 @@ from jaxtyping import Array, Float, Int
 from kernels_pallas.caote_topk.reference import Norm
 from kernels_pallas.caote_topk.slots import is_protected, position_of, remaining
 from kernels_pallas.eight_bits import EIGHT_BITS, filler, unread, unread_on_gpu, widened
+from kernels_pallas.keep_topk import gpu as selection
 from kernels_pallas.softmax import product
-from kernels_pallas.topk import LOWEST, nth_largest, rank
+from kernels_pallas.topk import HIGHEST, rank
 
 ELEMENTS = 8192  # of a tile of values
 PROGRAMS = 264, 396  # of steps 1 and 2: as many as an H100 or H200 runs at once, two or three on a multiprocessor
@@ -37,13 +37,10 @@ PARTS = 16, 32  # of a head at most; every program of step 2 reads those of step
 BUFFERS = 4  # of tiles of values; all but two are on their way
 SLOTS = 1024  # of a program in step 3, in decode
 CAREFUL = 16  # slots that are measured again at a time, in few registers
-SELECTED = 32768
-CHUNK = 2048  # of a selection's slots, which so are padded to no power of two
 NEAR = 1 / 128  # of its terms; a smaller square of a distance has lost more than 7 of 24 bits
 _EPS = float(jnp.finfo(jnp.float32).eps)
 _LARGEST = float(jnp.finfo(jnp.float32).max)
 _SMALL = 2.0**-100  # divided by it, the smallest float has a square
-_HIGHEST = 2**31 - 1  # beyond every rank and position
 
 
 def unsupported(weights: Any, value: Any, *_: Any, norm: Norm, **__: Any) -> str | None:
@@ -110,8 +107,8 @@ def of_heads(weights, value, slot, budget, *scales, fast, excess, with_scores, i
     def of_program(*shape):
         return pl.BlockSpec((None, None, *shape), lambda h, p: (h, p, *(0 for _ in shape)))
 
-    def call(kernel, name, grid, in_specs, out_specs, out_shape, num_warps=4, **options):
-        params = triton.CompilerParams(num_warps=num_warps, num_stages=BUFFERS)
+    def call(kernel, name, grid, in_specs, out_specs, out_shape, **options):
+        params = triton.CompilerParams(num_warps=4, num_stages=BUFFERS)
         kernel = functools.partial(kernel, **options)
         return pl.pallas_call(
             kernel, out_shape, grid=grid, in_specs=in_specs, out_specs=out_specs, compiler_params=params, name=name,
@@ -142,14 +139,11 @@ def of_heads(weights, value, slot, budget, *scales, fast, excess, with_scores, i
             _free_worst, "caote_select", (H, chunks), [of_budget, of_slots, *[of_head(programs)] * len(_Worst._fields)],
             [of_slots], [array(S, dtype=jnp.int32)],
         )(budget, slot, *worst)  # fmt: skip
-    elif S > SELECTED:
+    elif selection.unsupported(scores[0], slot, excess=excess) is not None:
         kept = remaining(scores[0], slot, jnp.repeat(budget, K)[:, None], excess)
     else:
-        size = min(pl.next_power_of_2(max(S, 128)), CHUNK)
-        (kept,) = call(
-            _select, "caote_select", (H,), [of_budget, of_slots, of_slots], [of_slots], [array(S, dtype=jnp.int32)],
-            num_warps=4 if S <= 4096 else 8 if S <= 16384 else 16, size=size,
-        )(budget, scores[0], slot)  # fmt: skip
+        given: Any = dict(heads=K, position_of=position_of, interpret=interpret)
+        kept = selection.of_heads(scores[0], slot, budget, **given)
     return (kept.reshape(B, K, S), *[x.reshape(B, K, S) for x in scores[:with_scores]])
 
 
@@ -173,13 +167,13 @@ def _sum_up(weights, slot, value, *refs, scales, rows, span, fast):
             for h, x, (most, which) in zip(heavy, a, found, strict=True)
         )
 
-    none = jnp.zeros((size,), jnp.float32), jnp.full((size,), _HIGHEST, jnp.int32)
+    none = jnp.zeros((size,), jnp.float32), jnp.full((size,), HIGHEST, jnp.int32)
     peak, which = jnp.zeros_like(head, jnp.float32), jnp.full_like(head, -1)
     for g, (most, number) in enumerate(jax.lax.fori_loop(0, pl.cdiv(span, size), heavier, (none,) * G)):
         heaviest = jnp.max(most)
-        number = jnp.min(jnp.where(most == heaviest, number, _HIGHEST))
+        number = jnp.min(jnp.where(most == heaviest, number, HIGHEST))
         peak, which = jnp.where(head == g, heaviest, peak), jnp.where(head == g, number, which)
-    which, unit = jnp.where(which == _HIGHEST, -1, which), _unit(peak)
+    which, unit = jnp.where(which == HIGHEST, -1, which), _unit(peak)
 
     def add(careful, k, sums):
         output, rest, count = sums
@@ -332,7 +326,7 @@ def _score(weights, slot, value, *refs, scales, rows, span, fast, one):
             return worst
         lowest, position, which = worst
         live = packed >= 0
-        ranks, age = jnp.where(live & mask, rank(result, live), _HIGHEST), position_of(packed)
+        ranks, age = jnp.where(live & mask, rank(result, live), HIGHEST), position_of(packed)
         worse = (ranks < lowest) | ((ranks == lowest) & (age < position))
         return jnp.where(worse, ranks, lowest), jnp.where(worse, age, position), jnp.where(worse, number, which)
 
@@ -358,7 +352,7 @@ def _score(weights, slot, value, *refs, scales, rows, span, fast, one):
         return coming, flags, live + jnp.where(packed >= 0, 1, 0), *worst
 
     def nothing(n):
-        none = jnp.full((n,), _HIGHEST, jnp.int32)
+        none = jnp.full((n,), HIGHEST, jnp.int32)
         return (none, none, jnp.full((n,), -1, jnp.int32)) if one else ()
 
     zero = jnp.zeros((rows,), jnp.int32)
@@ -415,7 +409,7 @@ def _unit(most: Float[Array, "heads"]) -> Float[Array, "heads"]:
 def _worst_of(ranks: Array, positions: Array, numbers: Array) -> tuple[Array, Array, Array]:
     """Return the lowest rank of some slots, the oldest position among equal ones, and that slot's number."""
     lowest = jnp.min(ranks)
-    ages = jnp.where(ranks == lowest, positions, _HIGHEST)
+    ages = jnp.where(ranks == lowest, positions, HIGHEST)
     oldest = jnp.min(ages)
     return lowest, oldest, jnp.max(jnp.where((ranks == lowest) & (ages == oldest), numbers, -1))
 
@@ -427,39 +421,13 @@ def _free_worst(budget, slot, ranks, positions, slots, live, kept):
     def load(ref, other):
         return triton.load(ref.at[part], mask=part < programs, other=other)
 
-    rank, position = load(ranks, _HIGHEST), load(positions, _HIGHEST)
-    position = jnp.where(rank == jnp.min(rank), position, _HIGHEST)
+    rank, position = load(ranks, HIGHEST), load(positions, HIGHEST)
+    position = jnp.where(rank == jnp.min(rank), position, HIGHEST)
     worst = jnp.max(jnp.where(position == jnp.min(position), load(slots, -1), -1))
     worst = jnp.where(jnp.sum(load(live, 0)) > budget[0], worst, -1)
     number = pl.program_id(1) * SLOTS + jax.lax.broadcasted_iota(jnp.int32, (SLOTS,), 0)
     held = position_of(triton.load(slot.at[number], mask=number < S, other=-1))
     triton.store(kept.at[number], jnp.where(number == worst, -1, held), mask=number < S)
-
-
-def _select(budget, scores, slot, kept, *, size):
-    S, left = slot.shape[0], budget[0]
-    numbers = [first + jax.lax.broadcasted_iota(jnp.int32, (size,), 0) for first in range(0, S, size)]
-    score = [triton.load(scores.at[n], mask=n < S, other=-jnp.inf) for n in numbers]
-    packed = [triton.load(slot.at[n], mask=n < S, other=-1) for n in numbers]
-    position, live = [position_of(x) for x in packed], [x >= 0 for x in packed]
-    ranks = [rank(x, there) for x, there in zip(score, live, strict=True)]
-
-    def count(masks):  # by place, and across threads once
-        return jnp.sum(sum(jnp.where(x, 1, 0) for x in masks))
-
-    def largest(parts, n):
-        return nth_largest(lambda least: count(x >= least for x in parts), n)
-
-    threshold = largest(ranks, left)
-    above, tied = [x > threshold for x in ranks], [(x == threshold) & y for x, y in zip(ranks, live, strict=True)]
-    left -= count(above)
-    ages = [jnp.where(x, y, LOWEST) for x, y in zip(tied, position, strict=True)]
-    # As a rule all that tie stay; then the second bisection, over their ages, is left out.
-    # A constant cannot leave a branch here, so it is a minimum.
-    oldest = jax.lax.cond(count(tied) > left, lambda: largest(ages, left), lambda: jnp.minimum(left, LOWEST))
-    for n, x, age, place in zip(numbers, above, ages, position, strict=True):
-        stays = x | ((age > LOWEST) & (age >= oldest))
-        triton.store(kept.at[n], jnp.where(stays, place, -1), mask=n < S)
 
 
 def _heads(heads: int) -> Int[Array, "heads"]:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.interpreters.partial_eval import dce_jaxpr
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas import ColumnStatistics
 from kernels_pallas.paged_attention.api import paged_attention_unchecked
-from kvjax._src.cache import map_state, within
+from kvjax._src.cache import Entries, map_state, within
 from kvjax._src.eviction import Budget, Evidence
 from kvjax._src.layer import (
     LayerBlock,
@@ -41,7 +43,8 @@ def observe_pages(
 ) -> tuple[Float[Array, "B T N D"], PagedCache, Evidence | None]:
     """Observe a block in a paged cache, whose pages attention reads in place.
 
-    What else a policy reads of the pages is copied one head at a time. So are keys that are turned before attention.
+    Keys and values that a policy reads are copied one head at a time, as are keys that are turned before attention. A
+    policy that reads neither is asked of all heads at once.
     """
     needs = Needs() if policy is None else policy.reads
     block, context = prepared(cache, block, context)
@@ -74,9 +77,10 @@ def observe_pages(
         if policy is None:
             return out, cache, None
 
-    def of_head(head: Int[Array, ""]) -> tuple[Array | None, Any, Evidence | None]:
+    def of_head(head: Int[Array, ""], entries: Entries) -> tuple[Array | None, Any, Evidence | None]:
         own_columns: ColumnStatistics
-        here, mine = cache.layer(layer, head), block._replace(query=heads_of(query, 2, head))
+        here = dataclasses.replace(cache, entries=entries).layer(layer, head)
+        mine = block._replace(query=heads_of(query, 2, head))
         own = dataclasses.replace(
             context,
             projection=heads_of(context.projection, 0, head),
@@ -95,7 +99,10 @@ def observe_pages(
         evidence, state = ask(policy, here, mine, own_columns, number, shares, own, heads_of(held, 1, head))
         return out, state, with_scores(evidence, here)
 
-    heads_out, state, evidence = jax.lax.map(of_head, jnp.arange(K))
+    asked, heads = functools.partial(of_head, entries=cache.entries), jnp.arange(K)
+    copies = _depends(of_head, heads[0], cache.entries)
+    said: Any = jax.lax.map(asked, heads) if copies else jax.vmap(asked)(heads)
+    heads_out, state, evidence = said
     if turned:
         out = jnp.moveaxis(heads_out, 0, 2).reshape(B, T, N, -1)
     if evidence is None or policy is None:
@@ -120,3 +127,10 @@ def observe_pages(
         assert context.sliding_window is not None
         cache = within(cache, context.sliding_window, layer)
     return out, dataclasses.replace(cache, state=state), evidence
+
+
+def _depends(function: Callable[..., Any], given: Any, arrays: Any) -> bool:
+    """Return whether what a function makes of both arguments depends on the second one's arrays."""
+    made = jax.make_jaxpr(function)(given, arrays).jaxpr
+    _, used = dce_jaxpr(made, [True] * len(made.outvars))
+    return any(used[len(jax.tree.leaves(given)) :])

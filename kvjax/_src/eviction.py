@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas.caote_topk.api import caote_topk_unchecked
 from kernels_pallas.dispatch import Implementation
+from kernels_pallas.keep_topk.api import keep_topk_unchecked
 from kvjax._src.border import OF_HEADS, OF_ROWS, SAME, axes_of_budget, axes_of_heads, enter, implementation_for
 from kvjax._src.cache import CACHE, PARTS, AnyKind, KVCache, check_all_heads, check_cache, part_of_kind
 from kvjax._src.checks import check_count, check_tokens, real_array
@@ -21,7 +22,6 @@ from kvjax._src.merging import Merging, folded
 from kvjax._src.observation import Weights
 from kvjax._src.order import Ranked, renewed
 from kvjax._src.paged import PagedCache
-from kvjax._src.topk import keep_mask
 from kvjax._src.window import begin_anew
 from kvjax.allocation import UNIFORM, Allocation, Contest, parse_allocation
 
@@ -288,7 +288,8 @@ def _made(
             implementation=implementation_for(implementation, cache),
         ).position  # fmt: skip
     elif evidence.allocation.even and not cache.paged:
-        after = jnp.where(keep_mask(evidence.scores, position, budget, excess=excess), position, -1)
+        how = implementation_for(implementation, cache)
+        after = keep_topk_unchecked(evidence.scores, position, budget, excess=excess, implementation=how)
     else:
         contest = _contest(cache, evidence, position, next_position, budget)
         spared = evidence.spares(budget, cache.num_slots)[contest.batch][..., None]

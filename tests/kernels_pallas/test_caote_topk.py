@@ -12,6 +12,7 @@ import pytest
 
 from kernels_pallas import caote_topk
 from kernels_pallas.caote_topk import gpu, tpu
+from kernels_pallas.keep_topk import gpu as selection
 from tests.kernels_pallas import targets
 from tests.kernels_pallas.targets import compiled_for_tpu, kernels_in, needs, platforms, run_here
 from tests.kvjax import definitions
@@ -130,7 +131,7 @@ def in_many_programs(monkeypatch):
     monkeypatch.setattr(gpu, "ELEMENTS", 16 * 64)
     monkeypatch.setattr(gpu, "PARTS", (4, 5))
     monkeypatch.setattr(gpu, "SLOTS", 64)
-    monkeypatch.setattr(gpu, "SELECTED", 128)
+    monkeypatch.setattr(selection, "SELECTED", 128)
 
 
 def test_of_equal_tokens_in_many_programs_the_oldest_leaves(monkeypatch):
@@ -269,7 +270,7 @@ TARGETS = [
 )
 @platforms
 def test_auto_lowers_to_the_kernels(platform, leaves, sizes):
-    one_less = leaves is evict and sizes[3] > gpu.SELECTED  # there XLA selects
+    one_less = leaves is evict and sizes[3] > selection.SELECTED  # there XLA selects
     assert kernels_in(platform, leaves, *shapes(*sizes)) == {"tpu": 1, "cuda": 3 - one_less}[platform]
 
 

@@ -1,0 +1,1 @@
+"""Selection of the slots of largest score in each head."""
