@@ -33,7 +33,8 @@ def remaining(
 ) -> Int[Array, "*heads S"]:
     """Return the positions of packed slots after the eviction, -1 where a slot is free."""
     position = position_of(slot)
-    return jnp.where(best_of_heads(rank(scores, position >= 0), position, budget, excess), position, -1)
+    stays = best_of_heads(rank(scores, position >= 0), position, budget, excess, bits=1)
+    return jnp.where(stays, position, -1)
 
 
 def joined_weights(

@@ -1,4 +1,4 @@
-"""The definition, in plain JAX: a bisection over the scores' bit patterns, and one over the positions that tie."""
+"""The definition, in plain JAX: a search over the scores' bit patterns, and one over the positions that tie."""
 
 from __future__ import annotations
 

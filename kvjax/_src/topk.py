@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from kernels_pallas.topk import LOWEST, best, best_of_heads, keep_mask, nth_largest, rank
+from kernels_pallas.topk import LOWEST, best, best_of_heads, bits_here, keep_mask, nth_largest, rank
 
 __all__ = ["best_of_groups", "best_of_heads", "keep_mask", "rank", "share_of", "summed"]
 
@@ -35,11 +35,11 @@ def best_of_groups(
     def of_head(x: Array) -> Array:
         return x[group][..., None]
 
-    ranks = rank(scores, position >= 0)
-    stays, tied = best(ranks, position, budget, count, of_head)
+    ranks, bits = rank(scores, position >= 0), bits_here()
+    stays, tied = best(ranks, position, budget, count, of_head, bits)
     # Apart from the position: position * heads + head would overflow in long sequences. A head has one such token.
     order = jnp.where(tied.any(axis=-1), -head, LOWEST)[..., None]
-    last = of_head(nth_largest(lambda least: count(order >= of_head(least)), budget - count(stays)))
+    last = of_head(nth_largest(lambda least: count(order >= of_head(least)), budget - count(stays), bits))
     return stays | (tied & (order >= last))
 
 

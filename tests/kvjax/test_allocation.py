@@ -1,8 +1,10 @@
 """Who gets how many slots: sorts in NumPy (tests/kvjax/contests.py) say, for a plain and for a paged cache."""
 
 import functools
+import sys
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import hypothesis
 import hypothesis.strategies as st
@@ -170,6 +172,26 @@ def test_an_allocation_keeps_what_a_sort_does(name, options, data):
             could = {head: min(most, len(row.of(*head))) for head in row.heads()}
             each = [sum(count for head, count in could.items() if head[: len(group)] == group) for group in of]
             assert len(kept) == sum(min(L * K * row.budget // len(of), count) for count in each)
+
+
+@hypothesis.settings(max_examples=8)
+@hypothesis.given(given=contest(ANY, even=False))
+def test_the_wide_rounds_of_an_accelerator_keep_the_same_tokens(given):
+    position, scores, budget, seen, *_ = given
+    what, cache = allocation.model(normalise=False), plain_cache(position, seen)
+    np.testing.assert_array_equal(
+        *(positions(run(what, cache, scores, budget)) for run in (evict, evict_in_wide_rounds))
+    )
+
+
+def evict_in_wide_rounds(what: kvjax.Allocation, cache, scores, budget):
+    with mock.patch.object(topk, "bits_here", lambda: 4), mock.patch.object(sys.modules[__name__], "jitted", wide):
+        return evict(what, cache, scores, budget)
+
+
+@functools.cache
+def wide(what: kvjax.Allocation):
+    return jax.jit(lambda *given: evict_after_a_block(what, *given))
 
 
 def test_one_layer_alone_is_shared_out_as_in_the_whole():

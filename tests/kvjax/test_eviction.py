@@ -2,14 +2,17 @@
 
 import dataclasses
 import functools
+from unittest import mock
 
 import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import kvjax
+from kernels_pallas import topk
 from kvjax.allocation import Allocation
 from tests.kvjax import definitions
 
@@ -19,8 +22,15 @@ ANY_FLOAT = st.floats(width=32)  # subnormal numbers too: they have bits, and XL
 
 
 @functools.cache
-def compiled(excess=None):
-    return jax.jit(functools.partial(kvjax.keep_mask, excess=excess))
+def compiled(excess=None, bits=1):
+    """The selection, which finds ``bits`` of a threshold in each round: one on a CPU, four elsewhere."""
+
+    @jax.jit
+    def keep(*given):
+        with mock.patch.object(topk, "bits_here", lambda: bits):
+            return kvjax.keep_mask(*given, excess=excess)
+
+    return keep
 
 
 def expected_mask(scores: np.ndarray, position: np.ndarray, budget: np.ndarray) -> np.ndarray:
@@ -43,11 +53,12 @@ def heads(draw, most_free: int = S) -> tuple[np.ndarray, np.ndarray]:
     return scores, position.astype(np.int32)
 
 
+@pytest.mark.parametrize("bits", [1, 4])
 @hypothesis.given(heads=heads(), budget=st.tuples(*[st.integers(1, S + 3)] * B))
 @hypothesis.settings(max_examples=40)
-def test_the_best_by_score_then_by_position_stay(heads, budget):
+def test_the_best_by_score_then_by_position_stay(bits, heads, budget):
     scores, position = heads
-    mask = np.asarray(compiled()(scores, position, np.array(budget, np.int32)))
+    mask = np.asarray(compiled(bits=bits)(scores, position, np.array(budget, np.int32)))
     np.testing.assert_array_equal(mask, expected_mask(scores, position, np.array(budget)))
 
 

@@ -14,7 +14,7 @@ import pytest
 import kvjax
 from kvjax import HeadState, KVCache, PagedCache, allocation
 from kvjax._src.paged import trimmed
-from tests.kernels_pallas.targets import compiled_for_tpu, kernels_in
+from tests.kernels_pallas.targets import compiled_for_tpu, kernels_in, lowered
 from tests.kvjax import blocks, contests
 from tests.kvjax.contests import Row, Token
 from tests.tiers import first
@@ -325,6 +325,14 @@ def on_a_large_pool(name: str, T: int):
 def test_one_kernel_reads_the_pages_of_all_heads_and_one_makes_statistics_of_several_queries(platform, T, kernels):
     block, shapes = on_a_large_pool("h2o+caote@model", T)
     assert kernels_in(platform, block, *shapes) == kernels
+
+
+@pytest.mark.parametrize(
+    ("name", "loops"), [("h2o+caote@model", 1), ("keydiff@model(normalise=False)", 1), ("h2o@model", 0)]
+)
+def test_only_a_policy_that_reads_keys_or_values_is_asked_head_by_head(name, loops):
+    block, shapes = on_a_large_pool(name, 1)
+    assert lowered("cuda", block, *shapes).count("stablehlo.while") == loops
 
 
 @pytest.mark.matrix
