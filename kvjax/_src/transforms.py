@@ -429,6 +429,10 @@ def predicted_scores(o: Observation, name: str, policy: str) -> Float[Array, "B 
 
 def with_tokens(state: Float[Array, "B K S *rest"], o: Observation, new: Float[Array, "B T K *rest"]) -> Array:
     """Return the slots' state, with the new arrays of the block's tokens written to their slots."""
+    if o.query_position.shape[1] == 1:  # a select, which becomes a part of what reads the state
+        here = o.live & (o.position == o.query_position[:, :, None])
+        here = here.reshape(*here.shape, *(1,) * (new.ndim - 3))
+        return jnp.where(here, new.swapaxes(1, 2).astype(state.dtype), state)
     slot = entered_slots(o)
     position = jnp.take_along_axis(o.position, slot, axis=2, mode="fill", fill_value=0)
     valid = o.query_position >= 0
