@@ -1,6 +1,6 @@
 """The kernel for GPU (Pallas' Triton route): one program per head selects with the head's scores in its registers.
 
-XLA launches each of the 64 rounds of the two bisections by itself, in several programs.
+XLA launches each round of the two searches by itself, in several programs.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _select(budget, scores, position, kept, *, size, position_of):
     tied = [(x == threshold) & (place >= 0) for x, place in zip(ranks, held, strict=True)]
     left -= _count(above)
     ages = [jnp.where(x, y, LOWEST) for x, y in zip(tied, held, strict=True)]
-    # As a rule all that tie stay; then the second bisection, over their ages, is left out.
+    # As a rule all that tie stay; then the second search, over their ages, is left out.
     # A constant cannot leave a branch here, so it is a minimum.
     oldest = jax.lax.cond(_count(tied) > left, lambda: largest(ages, left), lambda: jnp.minimum(left, LOWEST))
     for n, x, age, place in zip(numbers, above, ages, held, strict=True):
