@@ -220,7 +220,7 @@ def test_the_module_runs_and_the_function_keeps_its_name(monkeypatch, capsys, na
 
 
 def fed(monkeypatch, tokenizer, *flags: str) -> tuple[list[int], int]:
-    """What the command feeds: the tokens, and how many of them are the question."""
+    """Return what the command feeds: the tokens, and how many of them are the question."""
     seen = []
 
     def stream(model, tokens, **settings):
