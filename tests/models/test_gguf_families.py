@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 import models
 from models.loading import describe
-from tests.models.make_golden import GOLDEN
+from tests.models.make_golden import GOLDEN, NEAR
 from tests.models.test_gguf import put, refused, write
 from tests.models.test_loading import assert_same, parameters
 from tests.tiers import first
@@ -356,7 +356,7 @@ def test_the_model_of_a_file_is_that_of_the_folder_it_was_made_from(case, made, 
 def test_the_logits_of_a_file_are_those_of_transformers(case, made):
     golden, (model, _) = np.load(GOLDEN / case.split(",")[0] / "golden.npz"), models.load(made(case))
     found = jax.jit(lambda model, tokens: model(tokens))(model, golden["tokens_0"])
-    np.testing.assert_allclose(found, golden["logits_0"], atol=1e-4, rtol=0)
+    np.testing.assert_allclose(found, golden["logits_0"], atol=NEAR, rtol=0)
 
 
 def granite_moe(shared):

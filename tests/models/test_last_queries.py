@@ -30,4 +30,5 @@ def test_scores_are_those_of_the_authors(name):
         expected = fixture().get(name, fixture().get(f"{name}/{budget}"))
         found = scores_of(POLICIES[name], budget)
         assert np.isposinf(found[..., -WINDOW:]).all()
-        np.testing.assert_allclose(found[..., :-WINDOW], expected, rtol=1e-4)
+        near = 1e-3 if name == "query" else 1e-4  # in both codes 1 - a loses digits of a query's weight
+        np.testing.assert_allclose(found[..., :-WINDOW], expected, rtol=near)

@@ -121,7 +121,7 @@ def test_the_command_writes_table_json_and_pictures(tmp_path, run_eval):
     data, printed = run_eval("fidelity", "--policies", "full,tova,tova+caote", *SMALL, "--heads", str(heads))
     assert [r["policy"] for r in data["results"]] == ["full", RECENCY, "tova", "tova+caote"]
     assert all(r["policy"] in printed for r in data["results"])
-    assert data["results"][0]["kl"] == 0
+    assert data["results"][0]["kl"] < 1e-12  # two programs
     assert [claim["paper"] for claim in data["claims"]] == ["CAOTE"]
     assert heads.read_bytes().startswith(b"\x89PNG")
 
