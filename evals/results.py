@@ -5,7 +5,8 @@
     samples.jsonl   one line per sample, written batch by batch; a line that was cut off is dropped when a run resumes
 
 A folder is for one set of settings, and for one model's weights, tokenizer and data. Others are refused with an error
-that names what differs. Lists of what each record names, such as a sweep's models and policies, may grow.
+that names what differs. Lists of what each record names, such as a sweep's models and policies, may grow, and so may
+the number of samples that come ``first``.
 """
 
 from __future__ import annotations
@@ -224,7 +225,7 @@ def _check_same(folder: Path, header: Mapping[str, Any], wanted: Mapping[str, An
     differing = [
         f"{name} was {old.get(name)!r} and is {new.get(name)!r}"
         for name in sorted({*old, *new})
-        if old.get(name) != new.get(name) and not (name in GROWING and _grows(old.get(name), new.get(name)))
+        if old.get(name) != new.get(name) and not _grows(name, old.get(name), new.get(name))
     ]
     if differing:
         raise ValueError(
@@ -232,6 +233,8 @@ def _check_same(folder: Path, header: Mapping[str, Any], wanted: Mapping[str, An
         )
 
 
-def _grows(old: Any, new: Any) -> bool:
-    """Return whether a list holds all of another, and more."""
-    return isinstance(old, list) and isinstance(new, list) and all(entry in new for entry in old)
+def _grows(name: str, old: Any, new: Any) -> bool:
+    """Return whether a setting only adds records: a list has all of another's entries, or more samples come first."""
+    if name == "first":
+        return isinstance(old, int) and (new is None or new >= old)
+    return name in GROWING and isinstance(old, list) and isinstance(new, list) and all(entry in new for entry in old)

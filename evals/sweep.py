@@ -1,8 +1,8 @@
 """Sweeps: a file of models, policies, allocations, budgets and tasks becomes one folder of results.
 
 The examples below begin with such a file. ``tasks`` has a table per evaluation, with its own flags. ``first = 100``
-answers the first 100 samples of each task and length alone. A killed run is resumed. ``python -m evals report FOLDER``
-makes a page of the results.
+answers the first 100 samples of each task and length alone, and may grow later. A killed run is resumed.
+``python -m evals report FOLDER`` makes a page of the results.
 """
 
 from __future__ import annotations

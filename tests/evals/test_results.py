@@ -63,6 +63,18 @@ def test_the_models_and_policies_of_a_run_may_grow(tmp_path):
         store(tmp_path, more | {"tasks": ["vt"]}).check()
 
 
+@pytest.mark.parametrize("more", [8, None])
+def test_a_run_of_the_first_samples_may_go_on_to_more(tmp_path, more):
+    with store(tmp_path, {"seed": 0, "first": 4}):
+        pass
+    with pytest.raises(ValueError, match="first was 4 and is 2"):
+        store(tmp_path, {"seed": 0, "first": 2}).check()
+    grown = {"seed": 0} | ({} if more is None else {"first": more})
+    with store(tmp_path, grown):
+        pass
+    assert results.read_header(tmp_path)["settings"] == grown
+
+
 def test_a_run_that_was_killed_before_its_first_sample_goes_on(tmp_path):
     (tmp_path / ".header.xyz.json").write_text("{")  # what is left of a file that was being written
     with store(tmp_path):
