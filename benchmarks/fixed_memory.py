@@ -31,8 +31,8 @@ from models.networks import load_networks, read_by, wanted_by
 from models.prompts import check_prompt
 
 LEGEND = """peak MiB: what the compiled prefill takes beside the weights and the prompt. cache MiB: the largest cache of
-the run that was timed. tokens / s: of the prompt, in one run. full / this: seconds of a full cache over those of the
-line, for the same prompt."""
+the run that was timed; a full cache's slots are a power of two. tokens / s: of the prompt, in one run. full / this:
+seconds of a full cache over those of the line, for the same prompt."""
 POLICIES = "full,recency,snapkv,kvzip@uniform,repeat"
 
 

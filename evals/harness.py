@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import functools
 import hashlib
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -337,6 +338,12 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     )
     flags.add_argument("--model", default="kvjax", choices=["kvjax"], help="the name in the harness's registry")
     flags.add_argument("--include_path", type=Path, help="a folder with tasks of your own (yaml)")
+    flags.add_argument(
+        "--data",
+        type=Path,
+        metavar="FOLDER",
+        help="read TASK.jsonl or TASK.parquet of a folder, with the fields that the task reads, not the hub's data",
+    )
     flags.add_argument("--num_fewshot", type=at_least(0), help="examples per prompt (default: the task's)")
     flags.add_argument("--limit", type=count, help="use only the first so many samples of each task")
     add_shared_flags(flags, "batch", "seed", "json", "out", batch=8)
@@ -368,6 +375,11 @@ def _command(flags: argparse.Namespace, stack: contextlib.ExitStack) -> None:
     unknown = [task for task in tasks if task not in manager.all_tasks and not Path(task).is_file()]
     if unknown:
         raise ValueError(f"the harness has no task {', '.join(unknown)}; list its tasks with: lm-eval ls tasks.")
+    loaded = tasks
+    if flags.data is not None:
+        into = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        paths = (getattr(manager.task_index.get(task), "yaml_path", None) for task in tasks)
+        loaded = [_of_file(task, flags.data, path, into) for task, path in zip(tasks, paths, strict=True)]
     if flags.out is not None:
         flags.out.mkdir(parents=True, exist_ok=True)
         files.lock(stack.enter_context((flags.out / files.LOCK_FILE).open("ab")), flags.out)
@@ -381,7 +393,7 @@ def _command(flags: argparse.Namespace, stack: contextlib.ExitStack) -> None:
         try:
             found = simple_evaluate(
                 model=model,
-                tasks=tasks,
+                tasks=loaded,
                 num_fewshot=flags.num_fewshot,
                 limit=flags.limit,
                 task_manager=manager,
@@ -409,6 +421,18 @@ def _command(flags: argparse.Namespace, stack: contextlib.ExitStack) -> None:
         "comparisons": comparisons,
     }
     report.write(flags, figures, fingerprints)
+
+
+def _of_file(task: str, data: Path, shipped: Path | None, into: Path) -> str:
+    """Write the file of a task of the harness whose data are a file's, and return its path."""
+    for kind in ("json", "parquet"):
+        file = data / f"{task}.{'jsonl' if kind == 'json' else kind}"
+        if file.is_file() and shipped is not None:
+            splits = {"training_split": None, "validation_split": None, "fewshot_split": None, "test_split": "test"}
+            read = {"dataset_path": kind, "dataset_name": None, "dataset_kwargs": {"data_files": {"test": str(file)}}}
+            files.write_json(into / f"{task}.yaml", {"include": str(shipped), **read, **splits})  # JSON is YAML
+            return str(into / f"{task}.yaml")
+    raise FileNotFoundError(f"there is neither {task}.jsonl nor {task}.parquet in {data}; --data names their folder.")
 
 
 def compare(results: Sequence[dict[str, Any]], against: str) -> list[dict[str, Any]]:

@@ -187,6 +187,14 @@ def test_bad_arguments_end_in_one_sentence(arguments, message):
 
 
 TASK = Path(__file__).with_name("amber.yaml").read_text()
+RECORDS = [
+    {"text": TEXT, "choices": ["4719", "2650", "1111"], "label": 0},
+    {"text": TEXT.replace("4719", "9034"), "choices": ["4719", "9034", "1111"], "label": 1},
+]
+
+
+def write_records(file):
+    file.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
 
 
 @pytest.fixture
@@ -199,11 +207,7 @@ def local_tasks_alone(monkeypatch):
 @pytest.mark.usefixtures("local_tasks_alone")
 @matrix
 def test_a_local_task_runs_and_goes_on_from_its_answers(tmp_path, capsys, monkeypatch):
-    records = [
-        {"text": TEXT, "choices": ["4719", "2650", "1111"], "label": 0},
-        {"text": TEXT.replace("4719", "9034"), "choices": ["4719", "9034", "1111"], "label": 1},
-    ]
-    (tmp_path / "amber.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_records(tmp_path / "amber.jsonl")
     (tmp_path / "amber.yaml").write_text(TASK.replace("FOLDER", str(tmp_path)))
     line = ["lm_eval", "--tasks", "amber", "--include_path", str(tmp_path), "--out", str(tmp_path / "run")]
     line += ["--model_args", "block=32", "--model_args", "policy=recency,budget=16,block=32,when=prompt"]
@@ -228,3 +232,19 @@ def test_a_local_task_runs_and_goes_on_from_its_answers(tmp_path, capsys, monkey
     monkeypatch.setattr(fingerprints, "weights_of", lambda *_: "others")
     assert main(line) == 2
     assert "was made with different weights" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("local_tasks_alone")
+@matrix
+def test_a_task_reads_a_file_in_place_of_its_data(tmp_path, capsys):
+    (tmp_path / "amber.yaml").write_text(TASK.replace("FOLDER", str(tmp_path / "nowhere")))
+    line = ["lm_eval", "--tasks", "amber", "--include_path", str(tmp_path), "--model_args", "block=32"]
+    line += ["--data", str(tmp_path), "--json", str(tmp_path / "out.json")]
+    assert main(line) == 2
+    assert f"there is neither amber.jsonl nor amber.parquet in {tmp_path}" in capsys.readouterr().err
+    write_records(tmp_path / "amber.jsonl")
+    assert main(line) == 0
+    (accuracy,) = [
+        r["value"] for r in json.loads((tmp_path / "out.json").read_text())["results"] if r["metric"] == "acc"
+    ]
+    assert accuracy == 1.0
