@@ -35,6 +35,7 @@ from evals import (
     selections,
     simulator,
 )
+from evals import results as recorded
 from evals.loglikelihood import TokenPredictions
 from kvjax._src import install
 from kvjax._src.checks import check_names
@@ -375,11 +376,11 @@ def _command(flags: argparse.Namespace, stack: contextlib.ExitStack) -> None:
     unknown = [task for task in tasks if task not in manager.all_tasks and not Path(task).is_file()]
     if unknown:
         raise ValueError(f"the harness has no task {', '.join(unknown)}; list its tasks with: lm-eval ls tasks.")
-    loaded = tasks
+    loaded, data = tasks, None
     if flags.data is not None:
         into = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        paths = (getattr(manager.task_index.get(task), "yaml_path", None) for task in tasks)
-        loaded = [_of_file(task, flags.data, path, into) for task, path in zip(tasks, paths, strict=True)]
+        made = {task: _of_file(task, flags.data, manager.task_index.get(task), into) for task in tasks}
+        loaded, data = [file for file, _ in made.values()], {task: digest for task, (_, digest) in made.items()}
     if flags.out is not None:
         flags.out.mkdir(parents=True, exist_ok=True)
         files.lock(stack.enter_context((flags.out / files.LOCK_FILE).open("ab")), flags.out)
@@ -416,22 +417,24 @@ def _command(flags: argparse.Namespace, stack: contextlib.ExitStack) -> None:
     figures = {
         "evaluation": "lm_eval",
         "tasks": tasks,
-        "settings": {"num_fewshot": flags.num_fewshot, "limit": flags.limit, "seed": flags.seed},
+        "settings": {"num_fewshot": flags.num_fewshot, "limit": flags.limit, "seed": flags.seed, "data": data},
         "results": results,
         "comparisons": comparisons,
     }
     report.write(flags, figures, fingerprints)
 
 
-def _of_file(task: str, data: Path, shipped: Path | None, into: Path) -> str:
-    """Write the file of a task of the harness whose data are a file's, and return its path."""
-    for kind in ("json", "parquet"):
-        file = data / f"{task}.{'jsonl' if kind == 'json' else kind}"
-        if file.is_file() and shipped is not None:
+def _of_file(task: str, data: Path, entry: Any, into: Path) -> tuple[str, str | None]:
+    """Write a task of the harness that reads a file; return the task's own file, and a digest of what it reads."""
+    shipped = getattr(entry, "yaml_path", None)
+    if shipped is None or entry.kind.name != "TASK":
+        raise ValueError(f"{task!r} is not one task of the harness by its name; --data has a file for each such task.")
+    for kind, suffix in (("json", "jsonl"), ("parquet", "parquet")):
+        if (file := data / f"{task}.{suffix}").is_file():
             splits = {"training_split": None, "validation_split": None, "fewshot_split": None, "test_split": "test"}
             read = {"dataset_path": kind, "dataset_name": None, "dataset_kwargs": {"data_files": {"test": str(file)}}}
             files.write_json(into / f"{task}.yaml", {"include": str(shipped), **read, **splits})  # JSON is YAML
-            return str(into / f"{task}.yaml")
+            return str(into / f"{task}.yaml"), recorded.fingerprint(file)
     raise FileNotFoundError(f"there is neither {task}.jsonl nor {task}.parquet in {data}; --data names their folder.")
 
 

@@ -101,11 +101,12 @@ def best(
     return above | (age > oldest), tied & (age == oldest)
 
 
-def nth_largest(at_least: Callable[[Array], Array], n: Int[Array, "*groups"], bits: int = 1) -> Int[Array, "*groups"]:
-    """Return the n-th largest entry (counted from 1) of each group; int32's lowest where n exceeds the group's size.
+def nth_largest(at_least: Callable[[Array], Array], n: Int[Array, "*groups"], bits: int) -> Int[Array, "*groups"]:
+    """Return the n-th largest entry (counted from 1) of each group; int32's lowest where n exceeds the group's size,
+    and its highest where n is below 1.
 
     ``at_least`` counts a group's entries that are no smaller than a number of its own. A round finds so many ``bits``
-    of the answer, by 2 ** bits - 1 counts.
+    of the answer, which divide 32, by 2 ** bits - 1 counts.
     """
 
     def refine(_: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -125,7 +126,7 @@ def nth_largest(at_least: Callable[[Array], Array], n: Int[Array, "*groups"], bi
 
 
 def bits_here() -> int:
-    """Return how many bits :func:`nth_largest` should find in a round: more where each round is launched by itself."""
+    """Return how many bits :func:`nth_largest` should find in a round: more where one is a launch or a mesh's sum."""
     return 1 if platform() == "cpu" else 4
 
 

@@ -46,7 +46,6 @@ from kernels_pallas.softmax import of_parts, product, scaled
 
 PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
 FINISHED = 512  # slots of a program that combines the sums of a single query
-ROUNDED = 2.0**-18  # of a logit, what another order of its sum may change
 _LEAST = UNSEEN / 10  # what a largest logit begins with, so that the exponential of an unseen one is 0
 _LOG2_E = math.log2(math.e)
 _TINY = float(jnp.finfo(jnp.float32).tiny)
@@ -519,10 +518,9 @@ def _reduce(
                 triton.load(ref.at[head, t], mask=in_block, other=None if in_block is None else 1.0)[None, :]
                 for ref in of_errors[2:]
             )
-            gap = jnp.where(visible, logits, UNSEEN) - peak
-            # Sums of another order round otherwise, but beside a query's only slot nothing must be left.
-            gap = jnp.where(gap > -ROUNDED * (1 + jnp.abs(peak)), 0.0, gap)
-            weights = jnp.exp2(unit * gap) / total
+            power_of = jnp.exp2(unit * (jnp.where(visible, logits, UNSEEN) - peak))
+            # A slot with more than half of the weight is the largest, though this sum rounds otherwise than the peak's.
+            weights = jnp.where(power_of > 0.5 * total, 1.0, power_of) / total
         weights = jnp.where(visible, weights, 0.0)
         if errors:
             out = _load(of_errors[0], (t, head), in_block, width)

@@ -29,11 +29,15 @@ def position_of(slot: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
 
 
 def remaining(
-    scores: Float[Array, "*heads S"], slot: Int[Array, "*heads S"], budget: Int[Array, "*heads 1"], excess: int | None
+    scores: Float[Array, "*heads S"],
+    slot: Int[Array, "*heads S"],
+    budget: Int[Array, "*heads 1"],
+    excess: int | None,
+    bits: int | None = None,
 ) -> Int[Array, "*heads S"]:
-    """Return the positions of packed slots after the eviction, -1 where a slot is free."""
+    """Return the positions of packed slots after the eviction, -1 where a slot is free; kernels take 1 as ``bits``."""
     position = position_of(slot)
-    stays = best_of_heads(rank(scores, position >= 0), position, budget, excess, bits=1)
+    stays = best_of_heads(rank(scores, position >= 0), position, budget, excess, bits)
     return jnp.where(stays, position, -1)
 
 

@@ -263,7 +263,7 @@ def _kernel(budget, weights, slot, value, *refs, scales, tiling, heads, fast, ex
 
     @pl.when((i == HEADS - 1) & (phase == 1) & (c == tiling.chunks - 1))
     def select():
-        kept[...] = remaining(scores[...], slot[...], budget[:, :1], excess)
+        kept[...] = remaining(scores[...], slot[...], budget[:, :1], excess, bits=1)
         if with_scores:
             scored[...] = jnp.where(slot[...] >= 0, scores[...], -jnp.inf)
 

@@ -27,14 +27,14 @@ def keep_topk(
     more recent ones. NaN is the lowest score. Scores are compared as float32.
 
     Args:
-        position: of the token in each slot, -1 where it is free.
+        position: of the token in each slot, -1 where it is free; no two tokens of a head have the same.
         budget: how many tokens each head keeps, at least 1; one number or one per row.
         excess: a promise that no head holds more than ``budget + excess`` tokens. With 1, as in decode, the slot to
             free is an argmin.
         implementation: "auto" takes the fastest one that can run here; one given by name runs or raises.
 
     Returns:
-        The positions, -1 where a slot is free now.
+        The positions in int32, -1 where a slot is free now.
 
     Raises:
         ValueError: if shapes do not fit, the budget is below 1, or the implementation is unknown.
@@ -47,9 +47,12 @@ def keep_topk(
         >>> jax.jit(keep_topk)(scores, jnp.array([[[0, 1, 2]]]), 2).tolist()
         [[[0, -1, 2]]]
     """
+    scores, position = jnp.asarray(scores), jnp.asarray(position, jnp.int32)
     if scores.ndim != 3 or scores.shape != position.shape:
         raise ValueError(f"scores {scores.shape} and positions {position.shape} do not fit: expected [B, K, S] twice.")
     budget = jnp.broadcast_to(jnp.asarray(check_tokens(budget, scores.shape[:1]), jnp.int32), scores.shape[:1])
     if excess is not None:
         excess = check_count("excess", excess, 0, "give a number of tokens, or None")
+    if not position.size:
+        return position
     return keep_topk_unchecked(scores, position, budget, excess=excess, implementation=implementation)

@@ -24,11 +24,15 @@ CHUNK = 2048  # of a head's slots, which so are padded to no power of two
 
 def unsupported(scores: Any, position: Any, *_: Any, excess: int | None) -> str | None:
     """Return why the kernel can't run with these arguments, or None."""
-    if excess == 1:
-        return "one token leaves, for which XLA needs no bisection"
+    del excess
     if position.shape[-1] > SELECTED:
         return f"a head has {position.shape[-1]} slots, but the kernel takes up to {SELECTED}"
     return unread(("float32", "bfloat16", "float16"), {"scores": scores}, {})
+
+
+def slower(*_: Any, excess: int | None) -> str | None:
+    """Return why XLA is faster with these arguments, or None."""
+    return "one token leaves, for which XLA needs no bisection" if excess == 1 else None
 
 
 def of_heads(
@@ -61,7 +65,7 @@ def of_heads(
 
 def _count(masks: list[Array]) -> Int[Array, ""]:
     """Count the True entries of several masks: by place, and across threads once."""
-    return jnp.sum(sum(jnp.where(x, 1, 0) for x in masks))
+    return jnp.sum(sum(jnp.where(x, jnp.int32(1), jnp.int32(0)) for x in masks), dtype=jnp.int32)
 
 
 def _select(budget, scores, position, kept, *, size, position_of):
@@ -72,7 +76,7 @@ def _select(budget, scores, position, kept, *, size, position_of):
     ranks = [rank(x, place >= 0) for x, place in zip(score, held, strict=True)]
 
     def largest(parts, n):
-        return nth_largest(lambda least: _count([x >= least for x in parts]), n)
+        return nth_largest(lambda least: _count([x >= least for x in parts]), n, bits=1)
 
     threshold = largest(ranks, left)
     above = [x > threshold for x in ranks]

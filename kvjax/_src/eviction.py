@@ -288,7 +288,7 @@ def _made(
             implementation=implementation_for(implementation, cache),
         ).position  # fmt: skip
     elif evidence.allocation.even and not cache.paged:
-        how = implementation_for(implementation, cache)
+        how: Any = "reference" if implementation == "reference" else implementation_for("auto", cache)
         after = keep_topk_unchecked(evidence.scores, position, budget, excess=excess, implementation=how)
     else:
         contest = _contest(cache, evidence, position, next_position, budget)

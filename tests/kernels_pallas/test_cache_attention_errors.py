@@ -72,6 +72,19 @@ def test_they_are_changes_of_the_output_when_a_token_is_taken_away(eight_bits, s
             np.testing.assert_allclose(getattr(found, name), expected, rtol=RTOL[sharp], atol=1e-5, err_msg=name)
 
 
+@pytest.mark.parametrize("name", targets.INTERPRETED)
+def test_a_querys_only_slot_has_all_of_its_weight_however_its_logit_is_rounded(name):
+    """The terms of a logit near 0 are large here, so that a sum in another order is another one."""
+    rng, (T, D) = np.random.default_rng(0), (32, 64)
+    key, value = (rng.normal(size=(1, 1, 1, D)).astype(np.float32) for _ in range(2))
+    query = rng.normal(size=(1, T, 1, D))
+    query = 10 * (query - (query @ key[0, 0, 0])[..., None] * key[0, 0, 0] / (key**2).sum()).astype(np.float32)
+    options = dict(statistics=frozenset({"sum"}), window=0, errors=True, sliding_window=None, scale=D**-0.5)
+    positions = dict(key_position=np.zeros((1, 1, 1), np.int32), query_position=np.arange(T, dtype=np.int32)[None])
+    found = targets.compiled_run("cache_attention", name, **options)(query, 10 * key, value, **positions)[1].sum
+    np.testing.assert_allclose(found[0, 0, 0], T * (value**2).sum(), rtol=1e-5)
+
+
 @sharpness
 def test_behind_the_output_projection_the_heads_of_a_group_count_together(sharp):
     query, rows, key, value = made(sharp, False)

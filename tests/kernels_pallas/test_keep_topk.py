@@ -95,10 +95,27 @@ def test_auto_lowers_to_the_kernel(sizes):
     assert kernels_in("cuda", keep_topk, *shapes(*sizes)) == 1
 
 
-def test_an_eviction_by_any_score_is_one_kernel():
+@pytest.mark.parametrize("wide", [False, True])
+def test_an_eviction_by_any_score_is_one_kernel(wide):
     cache = jax.eval_shape(lambda: kvjax.KVCache.init(batch=1, kv_heads=8, slots=8320, head_dim=64, dtype="bfloat16"))
     scores, *_ = shapes(8320, "float32")
-    assert kernels_in("cuda", functools.partial(kvjax.evict, budget=8192), cache, scores) == 1
+    with jax.enable_x64(wide):
+        assert kernels_in("cuda", functools.partial(kvjax.evict, budget=8192), cache, scores) == 1
+
+
+@pytest.mark.parametrize(
+    ("platform", "name", "T"),
+    [("tpu", "pallas_tpu", 1), ("cuda", "pallas_gpu", 1), ("cuda", "pallas_mosaic_gpu", 4), ("cuda", "reference", 4)],
+)
+def test_the_implementation_of_attention_is_no_word_on_the_selection(platform, name, T):
+    sizes = dict(batch=1, kv_heads=2, query_heads=4, head_dim=128, budget=64, block=8)
+    cache = jax.eval_shape(lambda: kvjax.empty_cache("tova", dtype="bfloat16", **sizes))
+    block = [jax.ShapeDtypeStruct((1, T, heads, 128), jnp.bfloat16) for heads in (4, 2, 2)]
+    context = kvjax.Context(implementation=name, excess=T)
+    text = targets.lowered(
+        platform, functools.partial(kvjax.attend, policy="tova", budget=64, context=context), cache, *block
+    )
+    assert ("keep_topk" in text) == (name != "reference" and T > 1)
 
 
 def test_what_the_kernel_does_not_take_is_left_to_the_reference():
@@ -106,8 +123,14 @@ def test_what_the_kernel_does_not_take_is_left_to_the_reference():
     refused(shapes(gpu.SELECTED + 1, "float32"), "32769 slots")
     with jax.enable_x64(True):
         refused(shapes(9, "float64"), "scores are float64")
-    one = functools.partial(keep_topk, excess=1)
-    targets.refused("cuda", "keep_topk", one, shapes(9, "float32"), "one token leaves", excess=1)
+
+
+def test_where_one_token_leaves_the_kernel_runs_by_its_name_alone():
+    for name, kernels in (("auto", 0), ("pallas_gpu", 1)):
+        run = functools.partial(keep_topk, excess=1, implementation=name)
+        assert kernels_in("cuda", run, *shapes(9, "float32")) == kernels
+    given = one_too_many(*case(3)[:2])
+    np.testing.assert_array_equal(compiled("gpu", excess=1)(*given), definition(*given))
 
 
 @pytest.mark.parametrize(
@@ -121,6 +144,11 @@ def test_what_the_kernel_does_not_take_is_left_to_the_reference():
 def test_what_does_not_fit_is_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
         keep_topk(*wrong(*case(0)))
+
+
+def test_arrays_of_any_kind_are_taken():
+    assert keep_topk([[[0.5, 0.25, 0.25]]], [[[0, 1, 2]]], 2).tolist() == [[[0, -1, 2]]]
+    assert keep_topk(np.zeros((1, 2, 0)), np.zeros((1, 2, 0), np.int8), 1, excess=1).shape == (1, 2, 0)
 
 
 @pytest.mark.accelerator

@@ -15,7 +15,7 @@ import pytest
 
 import kvjax
 from kvjax import KVCache, allocation
-from kvjax._src import topk
+from kvjax._src import eviction, topk
 from kvjax.allocation import parse_allocation
 from tests.kvjax import blocks, contests, definitions
 from tests.kvjax.contests import Row, Token
@@ -185,7 +185,13 @@ def test_the_wide_rounds_of_an_accelerator_keep_the_same_tokens(given):
 
 
 def evict_in_wide_rounds(what: kvjax.Allocation, cache, scores, budget):
-    with mock.patch.object(topk, "bits_here", lambda: 4), mock.patch.object(sys.modules[__name__], "jitted", wide):
+    evict_slots = eviction._evict_slots.__wrapped__
+    apart = jax.jit(lambda *given: evict_slots(*given))  # not what was traced for the other run
+    with (
+        mock.patch.object(topk, "bits_here", lambda: 4),
+        mock.patch.object(eviction, "_evict_slots", apart),
+        mock.patch.object(sys.modules[__name__], "jitted", wide),
+    ):
         return evict(what, cache, scores, budget)
 
 

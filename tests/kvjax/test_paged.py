@@ -300,7 +300,7 @@ def nan_rows(cache):
 G = 2
 
 
-def on_a_large_pool(name: str, T: int):
+def on_a_large_pool(name: str, T: int, excess: int | None = None):
     """A block upon pages whose heads may own a hundredth of the pool, and the shapes of what it takes."""
     policy, most, width = kvjax.parse(name), 4096, 128
     pages = K * 100 * most // 16
@@ -313,7 +313,11 @@ def on_a_large_pool(name: str, T: int):
     leaves, tree = jax.tree.flatten(cache)
 
     def block(query, rows, *leaves):
-        out, cache, seen = kvjax.observe(jax.tree.unflatten(tree, leaves), query, rows, rows, policy=policy)
+        cache = jax.tree.unflatten(tree, leaves)
+        if excess is not None:
+            context = kvjax.Context(excess=excess)
+            return kvjax.attend(cache, query, rows, rows, policy=policy, budget=64, context=context)
+        out, cache, seen = kvjax.observe(cache, query, rows, rows, policy=policy)
         return out, seen.scores, jax.tree.leaves(cache)
 
     of_heads = (jax.ShapeDtypeStruct((1, T, heads, width), jnp.bfloat16) for heads in (K * G, K))
@@ -333,6 +337,12 @@ def test_one_kernel_reads_the_pages_of_all_heads_and_one_makes_statistics_of_sev
 def test_only_a_policy_that_reads_keys_or_values_is_asked_head_by_head(name, loops):
     block, shapes = on_a_large_pool(name, 1)
     assert lowered("cuda", block, *shapes).count("stablehlo.while") == loops
+
+
+def test_in_decode_the_order_of_all_heads_is_sorted_only_where_it_must_be():
+    """Under vmap each branch of a condition would run."""
+    block, shapes = on_a_large_pool("snapkv@layer", 1, excess=1)
+    assert lowered("cuda", block, *shapes).count("stablehlo.case") == 3  # of the sort, and of two platforms
 
 
 @pytest.mark.matrix

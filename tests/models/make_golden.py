@@ -34,7 +34,7 @@ RECENT, BLOCK, PROMPT = 12, 8, 32
 PROMPTS = {"phi4_mini": 40}  # beyond the positions up to which it has other factors
 LENGTHS = {"llama_dynamic": (24, 64), "phi4_mini": (32, 48)}  # of the sequences, where they are not one of 48
 MODELS = {name: LENGTHS.get(name, (48,)) for name in NAMES}
-NEAR = 3e-4  # of logits: half of the last bit of gemma4_e's embedding moves them by 1.1e-4, others' by less
+NEAR = dict.fromkeys(MODELS, 1e-4) | {"gemma4_e": 3e-4}  # of logits; half of a last bit of its embedding moves 1.1e-4
 
 
 def make_tokenizers() -> None:
