@@ -165,12 +165,15 @@ def _bytes(study: studies.Study, held: Mapping[tuple[Panel, Any], Cell]) -> list
 
 def _caption(study: studies.Study, tables: Mapping[Panel, Mapping[tuple[str, Any], Cell]]) -> str:
     """Return what the figures of :func:`scores` are, and of how many texts."""
+    most = {panel: max(len(cell.samples) for cell in found.values()) for panel, found in tables.items()}
     counts: dict[str, int] = {}
-    for panel, found in tables.items():
+    for panel, count in most.items():
         name = f"{panel.form} model" if panel.length is None else f"of {panel.length:,} tokens"
-        counts[name] = max(len(cell.samples) for cell in found.values())
+        if any(most[other] != count for other in most if other == panel._replace(question=other.question)):
+            name += f", {QUESTIONS[panel.question]}"
+        counts[name] = count
     unit = "prompts" if "ruler" in study.content["tasks"] else "texts"
-    each = " and ".join(f"{count} {unit} ({name})" for name, count in counts.items())
+    each = ", ".join(f"{count} {unit} ({name})" for name, count in counts.items())
     texts = f"{next(iter(counts.values()))} {unit}" if len(set(counts.values())) == 1 else each
     questions = {QUESTIONS[panel.question] for panel in tables}
     asked = f" {questions.pop().capitalize()}." if len(questions) == 1 else ""
