@@ -44,7 +44,7 @@ def observe_pages(
     """Observe a block in a paged cache, whose pages attention reads in place.
 
     Keys and values that a policy reads are copied one head at a time, as are keys that are turned before attention. A
-    policy that reads neither is asked of all heads at once.
+    policy that reads neither is asked of all heads at once, unless it continues the order of the step before.
     """
     needs = Needs() if policy is None else policy.reads
     block, context = prepared(cache, block, context)
@@ -99,36 +99,29 @@ def observe_pages(
         evidence, state = ask(policy, here, mine, own_columns, number, shares, own, heads_of(held, 1, head))
         return out, state, with_scores(evidence, here)
 
-    def of_all_heads(entries: Entries) -> tuple[Any, Evidence]:
-        assert policy is not None
-        here = choosable(dataclasses.replace(cache, entries=entries).layer(layer), context)
-        evidence, state = ask(policy, here, block, columns, cache.first_head + heads, shares, context, held)
-        return state, with_scores(evidence, here)
+    asked, heads = functools.partial(of_head, entries=cache.entries), jnp.arange(K)
+    # Under vmap both branches of a condition run: of the order's, the sort.
+    apart = held is not None or _depends(of_head, heads[0], cache.entries)
+    said: Any = jax.lax.map(asked, heads) if apart else jax.vmap(asked)(heads)
+    heads_out, state, evidence = said
+    if turned:
+        out = jnp.moveaxis(heads_out, 0, 2).reshape(B, T, N, -1)
+    if evidence is None or policy is None:
+        return out, cache, None
 
-    heads = jnp.arange(K)
-    if policy is not None and not turned and not _depends(of_all_heads, cache.entries):
-        state, evidence = of_all_heads(cache.entries)
-    else:
-        heads_out, state, evidence = jax.lax.map(functools.partial(of_head, entries=cache.entries), heads)
-        if turned:
-            out = jnp.moveaxis(heads_out, 0, 2).reshape(B, T, N, -1)
-        if evidence is None or policy is None:
-            return out, cache, None
+    def joined(part: Array) -> Array:
+        return part[:, :, 0].swapaxes(0, 1)  # [K, B, 1, ...] -> [B, K, ...]
 
-        def joined(part: Array) -> Array:
-            return part[:, :, 0].swapaxes(0, 1)  # [K, B, 1, ...] -> [B, K, ...]
-
-        state = map_state(joined, joined, state)
-        names = ("scores", "protected", "stays", "rank", "measured")  # of each head; the others are alike
-        of_heads = {name: jax.tree.map(joined, getattr(evidence, name)) for name in names}
-        shared = {name: jax.tree.map(lambda x: x[0], getattr(evidence, name)) for name in ("entered", "end", "window")}
-        evidence = dataclasses.replace(evidence, **of_heads, **shared)
     state = map_state(
-        lambda whole, part: cache.write_layer(whole, part, layer),
-        lambda whole, part: part if layer is None else whole.at[layer].set(part),
+        lambda whole, part: cache.write_layer(whole, joined(part), layer),
+        lambda whole, part: joined(part) if layer is None else whole.at[layer].set(joined(part)),
         cache.state,
         state,
     )
+    names = ("scores", "protected", "stays", "rank", "measured")  # of each head; the others are alike
+    of_heads = {name: jax.tree.map(joined, getattr(evidence, name)) for name in names}
+    shared = {name: jax.tree.map(lambda x: x[0], getattr(evidence, name)) for name in ("entered", "end", "window")}
+    evidence = dataclasses.replace(evidence, **of_heads, **shared)
     evidence = heads_joined(policy, evidence, cache)
     evidence = dataclasses.replace(evidence, protected=None)
     if frees(context):
@@ -137,8 +130,8 @@ def observe_pages(
     return out, dataclasses.replace(cache, state=state), evidence
 
 
-def _depends(function: Callable[[Any], Any], arrays: Any) -> bool:
-    """Return whether what a function makes depends on the arrays that it is given."""
-    made = jax.make_jaxpr(function)(arrays).jaxpr
+def _depends(function: Callable[..., Any], given: Any, arrays: Any) -> bool:
+    """Return whether what a function makes of both arguments depends on the second one's arrays."""
+    made = jax.make_jaxpr(function)(given, arrays).jaxpr
     _, used = dce_jaxpr(made, [True] * len(made.outvars))
-    return any(used)
+    return any(used[len(jax.tree.leaves(given)) :])

@@ -339,7 +339,7 @@ def test_only_a_policy_that_reads_keys_or_values_is_asked_head_by_head(name, loo
     assert lowered("cuda", block, *shapes).count("stablehlo.while") == loops
 
 
-def test_in_decode_the_order_of_all_heads_is_sorted_only_where_it_must_be():
+def test_in_decode_the_order_is_sorted_only_where_it_must_be():
     """Under vmap each branch of a condition would run."""
     block, shapes = on_a_large_pool("snapkv@layer", 1, excess=1)
     assert lowered("cuda", block, *shapes).count("stablehlo.case") == 3  # of the sort, and of two platforms
