@@ -124,11 +124,16 @@ def picture(study: studies.Study, lines: studies.Lines, path: Path) -> None:
             _over_bytes(axis, study, drawn[group], handles)
         else:
             _by_policy(axis, study, {panel.form: drawn[panel] for panel in own}, handles)
-    fewer = {f"{len(cell.samples)} texts in place of {most}" for found in drawn.values()
-             for most in [_most(found)] for (policy, _), cell in found.items()
-             if policy in study.drawn and len(cell.samples) < most}  # fmt: skip
-    lines_of = [textwrap.fill(study.title, 52), *(f"open markers: {texts}" for texts in sorted(fewer))]
-    figure.suptitle("\n".join(lines_of), fontsize=11)
+    fewer: dict[int, set[int]] = {}
+    for found in drawn.values():
+        counts = {len(cell.samples) for (policy, _), cell in found.items() if policy in study.drawn}
+        fewer.setdefault(_most(found), set()).update(counts - {_most(found)})
+    marks = [
+        f"open markers: {' or '.join(map(str, sorted(counts)))} texts in place of {most}"
+        for most, counts in sorted(fewer.items())
+        if counts
+    ]
+    figure.suptitle("\n".join([textwrap.fill(study.title, 52), *marks]), fontsize=11)
     held = "behind the answer" if study.evicts_once else "at most"
     label = f"MiB of a prompt's keys and values {held}" if several else "right answers, %"
     axes[-1, 0].set_xlabel(label, fontsize=10)
