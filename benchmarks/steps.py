@@ -24,8 +24,9 @@ from jaxtyping import Array, Int
 import kvjax
 import models
 from benchmarks import measure
+from kernels_pallas.order_tokens.reference import by_position
 from kvjax._src.cache import PARTS, Entries, map_parts
-from kvjax._src.order import Ranked, by_position
+from kvjax._src.order import Ranked
 from kvjax.schedule import Phase, Text
 from models.config import Config
 from models.options import PAGE_SIZE, Options
@@ -212,7 +213,7 @@ def after_prompt(shape: Any, prompt: int, held: int, *, numbers: bool = True) ->
             position=position.astype(jnp.int32),
             next_position=jnp.full(own.next_position.shape, prompt, jnp.int32),
             state=map_parts(
-                lambda part: dataclasses.replace(part, rank=by_position(position).place + 1),
+                lambda part: dataclasses.replace(part, rank=by_position(position).rank),
                 jax.tree.map(state, own.state),
                 Ranked,
             ),

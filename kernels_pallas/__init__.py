@@ -9,6 +9,8 @@ from kernels_pallas.insert_token.api import insert_token
 from kernels_pallas.insert_token.reference import Inserted
 from kernels_pallas.keep_topk.api import keep_topk
 from kernels_pallas.mse_logits.api import mse_logits
+from kernels_pallas.order_tokens.api import order_tokens
+from kernels_pallas.order_tokens.reference import Order
 from kernels_pallas.paged_attention.api import paged_attention
 from kernels_pallas.select_attention.api import select_attention
 from kernels_pallas.split_heads.api import split_heads
@@ -20,6 +22,7 @@ __all__ = [
     "ColumnStatistics",
     "Inserted",
     "Kept",
+    "Order",
     "QueryKeyValue",
     "add_rms_norm",
     "cache_attention",
@@ -27,6 +30,7 @@ __all__ = [
     "insert_token",
     "keep_topk",
     "mse_logits",
+    "order_tokens",
     "paged_attention",
     "select_attention",
     "split_heads",

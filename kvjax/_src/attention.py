@@ -22,7 +22,6 @@ from kvjax._src.layer import (
     choosable,
     entering,
     heads_joined,
-    held_before,
     inserted,
     layer_index,
     prepared,
@@ -243,13 +242,12 @@ def _observe(
     """Observe a block on one device."""
     needs = Needs() if policy is None else policy.reads
     block, context = prepared(cache, block, context)
-    held = held_before(cache, cache.state, block, needs, context)
     cache = inserted(cache, block, context, promises_room(policy, budget, context))
     out, columns, block, here = attend_heads(cache, block, needs, context)
     if policy is None:
         return out, cache, None
     here, heads = choosable(here, context), cache.first_head + jnp.arange(cache.heads_shape[-1])
-    evidence, state = ask(policy, here, block, columns, heads, shares_of(cache, budget), context, held)
+    evidence, state = ask(policy, here, block, columns, heads, shares_of(cache, budget), context)
     evidence = heads_joined(policy, evidence, cache)
     if not policy.allocation.even:
         evidence = with_scores(evidence, here)

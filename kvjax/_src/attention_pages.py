@@ -22,11 +22,10 @@ from kvjax._src.layer import (
     attend_heads,
     attended,
     choosable,
+    continues_order,
     frees,
     heads_joined,
-    held_before,
     layer_index,
-    own_layer,
     prepared,
     promises_room,
     shares_of,
@@ -48,7 +47,6 @@ def observe_pages(
     """
     needs = Needs() if policy is None else policy.reads
     block, context = prepared(cache, block, context)
-    held = held_before(cache, own_layer(cache, context).state, block, needs, context)
     query, key, value, position = block
     (B, T, N, _), K, layer = query.shape, cache.heads_shape[-1], layer_index(cache, context)
     shares = shares_of(cache, budget)
@@ -96,12 +94,12 @@ def observe_pages(
         assert policy is not None
         # XLA copies only those parts of ``here`` that the policy reads.
         here, number = choosable(here, own), (cache.first_head + head)[None]
-        evidence, state = ask(policy, here, mine, own_columns, number, shares, own, heads_of(held, 1, head))
+        evidence, state = ask(policy, here, mine, own_columns, number, shares, own)
         return out, state, with_scores(evidence, here)
 
     asked, heads = functools.partial(of_head, entries=cache.entries), jnp.arange(K)
     # Under vmap both branches of a condition run: of the order's, the sort.
-    apart = held is not None or _depends(of_head, heads[0], cache.entries)
+    apart = continues_order(needs, block, context) or _depends(of_head, heads[0], cache.entries)
     said: Any = jax.lax.map(asked, heads) if apart else jax.vmap(asked)(heads)
     heads_out, state, evidence = said
     if turned:

@@ -7,9 +7,9 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kernels_pallas.order_tokens.reference import by_position
 from kvjax._src.cache import KVCache, within
 from kvjax._src.observation import Context
-from kvjax._src.order import by_position
 from kvjax._src.rotary import move
 
 
@@ -51,7 +51,7 @@ def turn_to_rank(
     """Return the layer and queries as if the tokens of each head had consecutive positions."""
     K = here.position.shape[1]
     frequency = context.rotary("keys are turned")[:, None, None]
-    rank = by_position(here.position).place
+    rank = by_position(here.position).rank - 1
     start, end = (jnp.where(here.live, x, 0) for x in (here.position, rank))
     key = move(here.key, start, end, frequency)
     valid = position >= 0

@@ -11,15 +11,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas import ColumnStatistics
+from kernels_pallas import ColumnStatistics, order_tokens
 from kernels_pallas.cache_attention.api import cache_attention_unchecked
+from kernels_pallas.dispatch import Implementation
+from kernels_pallas.order_tokens.reference import by_position
 from kvjax._src.border import OF_QUERY_HEADS, OF_ROWS, OF_TOKENS, SAME, axes_of_budget, implementation_for
 from kvjax._src.cache import KVCache, floats_of, up_to, within
 from kvjax._src.compact_positions import next_index, turn_to_index, turn_to_rank
 from kvjax._src.eviction import Budget, Evidence
 from kvjax._src.moments import corrected
 from kvjax._src.observation import Context, Needs, Observation, Weights
-from kvjax._src.order import Held, by_position, continued, ranks
 from kvjax._src.paged import PagedCache
 from kvjax._src.policy import Policy, join_heads, mark_protected, scores_of_weights, update_scores
 from kvjax._src.projection import part_of
@@ -61,19 +62,9 @@ def prepared(cache: KVCache | PagedCache, block: LayerBlock, context: Context) -
     return (block if cache.positions == "absolute" else _turned(cache, block, context)), context
 
 
-def held_before(
-    cache: KVCache | PagedCache, state: Any, block: LayerBlock, needs: Needs, context: Context
-) -> Held | None:
-    """Return what a decode step continues of a policy's order, None where it sorts.
-
-    ``state`` is the policy's, as the cache of the layer has it before the block.
-    """
-    if not needs.order or block.position.shape[1] > 1 or context.excess != 1:
-        return None
-    here = own_layer(cache, context)
-    next_position = jnp.maximum(here.next_position, jnp.max(block.position, axis=1) + 1)
-    here = choosable(dataclasses.replace(here, state=state, next_position=next_position), context)
-    return Held.of(here.state.rank, here.position, shifts=context.sliding_window is not None)
+def continues_order(needs: Needs, block: LayerBlock, context: Context) -> bool:
+    """Return whether a block is a decode step that continues a policy's order; others sort."""
+    return needs.order and block.position.shape[1] == 1 and context.excess == 1
 
 
 def _turned(cache: KVCache | PagedCache, block: LayerBlock, context: Context) -> LayerBlock:
@@ -126,8 +117,13 @@ def choosable(here: KVCache, context: Context) -> KVCache:
 
 def inserted(cache: KVCache, block: LayerBlock, context: Context, room: bool = False) -> KVCache:
     """Return a plain cache with a block in it; see :meth:`KVCache.insert`."""
-    how: Any = "reference" if context.implementation == "reference" else implementation_for("auto", cache)
+    how = _beside_attention(cache, context)
     return cache.insert(block.key, block.value, block.position, room=room, implementation=how)
+
+
+def _beside_attention(cache: KVCache, context: Context) -> Implementation:
+    """Return the implementation of an operation that a kernel of attention, given by name, says nothing of."""
+    return "reference" if context.implementation == "reference" else implementation_for("auto", cache)
 
 
 def attend_heads(
@@ -210,7 +206,6 @@ def ask(
     head: Int[Array, "K"],
     budget: Int[Array, "B"],
     context: Context,
-    held: Held | None = None,
 ) -> tuple[Evidence, Any]:
     """Have the policy score some heads of a layer that hold what it chooses among; return evidence and new state."""
     here = floats_of(here)
@@ -219,7 +214,11 @@ def ask(
     columns = jax.tree.map(lambda column: column.reshape(B, K, -1, *column.shape[2:]), columns)
     order, kept = None, here.state
     if policy.needs.order:
-        order = by_position(here.position) if held is None else continued(held, kept.rank, here.position)
+        ordered = by_position
+        if continues_order(policy.needs, block, context):
+            shifts, how = context.sliding_window is not None, _beside_attention(here, context)
+            ordered = functools.partial(order_tokens, kept.rank, shifts=shifts, implementation=how)
+        order = ordered(here.position)
         kept = kept.others
     window, remembered = kept if observed(policy.reads.statistics) else (None, kept)
     if window is not None:
@@ -246,7 +245,7 @@ def ask(
         entered=entered,
         protected=observation.protected,
         stays=stays,
-        rank=None if order is None else ranks(order),
+        rank=None if order is None else order.rank,
         measured=None if measure is None else measure(observation),
         end=context.end,
         window=None if context.sliding_window is None else jnp.asarray(context.sliding_window, jnp.int32),

@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kernels_pallas.order_tokens.reference import by_position
 from kvjax._src.cache import as_stored, floats_of, map_state, nth_true, part_of_kind
 from kvjax._src.matching import Queries, refitted
-from kvjax._src.order import by_position
 
 SMALL = 1e-6  # added to lengths, as in kvpress
 TOGETHER = 1 << 22  # numbers up to which all heads are merged at once: a decode step, in which one token leaves each
@@ -167,9 +167,9 @@ def most_similar(head: Head, similarity: float) -> tuple[Float[Array, "S D"], Bo
 
 def next_tokens(head: Head, window: int) -> tuple[Float[Array, "S D"], Bool[Array, "S"]]:
     """Share each value among the ``window`` next tokens that stay, times CaM's probability of a merge."""
-    order, place = (x[0, 0] for x in by_position(head.position[None, None]))
-    stays = head.stays[order].astype(jnp.int32)
-    rank = (jnp.cumsum(stays) - stays)[place]  # how many tokens before this one stay
+    slot, number = (x[0, 0] for x in by_position(head.position[None, None]))
+    stays = head.stays[slot].astype(jnp.int32)
+    rank = (jnp.cumsum(stays) - stays)[number - 1]  # how many tokens before this one stay
     behind = rank[None] - _at(rank, head.gone)[:, None]  # [E, S]
     near = head.stays[None] & (behind >= 0) & (behind < window) & (head.gone < len(rank))[:, None]
     count = jnp.maximum(jnp.sum(near, axis=-1), 1).astype(jnp.float32)

@@ -15,10 +15,10 @@ from typing import Any, Literal, NamedTuple
 import jax
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels_pallas import ColumnStatistics
+from kernels_pallas import ColumnStatistics, Order
 from kernels_pallas.dispatch import Implementation
+from kernels_pallas.order_tokens.reference import by_position
 from kvjax._src.checks import fields_given
-from kvjax._src.order import Order, by_position
 from kvjax._src.projection import OutputProjection
 from kvjax._src.reconstruction import Reconstructed, Reconstruction
 
@@ -205,7 +205,7 @@ class Observation(NamedTuple):
 
     @property
     def ordered(self) -> Order:
-        """Return each head's slots in the order of their tokens, and each slot's place in it."""
+        """Return each head's slots in the order of their tokens, and the tokens' ranks."""
         return by_position(self.position) if self.order is None else self.order
 
     @property

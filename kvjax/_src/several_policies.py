@@ -22,7 +22,6 @@ from kvjax._src.layer import (
     choosable,
     entering,
     heads_joined,
-    held_before,
     inserted,
     prepared,
     shares_of,
@@ -100,8 +99,6 @@ def _observe_each(
 ) -> tuple[Float[Array, "B T N D"], KVCache, tuple[Evidence, ...]]:
     """Observe a block on one device."""
     block, context = prepared(cache, block, context)
-    stated = zip(policies, cache.state, strict=True)
-    each = [held_before(cache, state, block, policy.reads, context) for policy, state in stated]
     cache = inserted(cache, block, context)
     together: dict[Any, Needs] = {}
     largest = max(policy.reads.window for policy in policies)
@@ -110,10 +107,10 @@ def _observe_each(
         together[kind] = together.get(kind, Needs()) | policy.reads
     seen = {kind: attend_heads(cache, block, needs, context) for kind, needs in together.items()}
     said, states, heads = [], [], cache.first_head + jnp.arange(cache.heads_shape[-1])
-    for policy, state, budget, held in zip(policies, cache.state, budgets, each, strict=True):
+    for policy, state, budget in zip(policies, cache.state, budgets, strict=True):
         _, columns, turned, here = seen[_observed(policy, largest)]
         own = dataclasses.replace(choosable(here, context), state=state)
-        evidence, state = ask(policy, own, turned, columns, heads, shares_of(cache, budget), context, held)
+        evidence, state = ask(policy, own, turned, columns, heads, shares_of(cache, budget), context)
         said.append(with_scores(heads_joined(policy, evidence, cache), own))
         states.append(state)
     return next(iter(seen.values()))[0], updated(cache, own.position, tuple(states), context), tuple(said)

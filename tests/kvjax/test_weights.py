@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from tests.tiers import first
 
 B, K, G, T, D = 2, 2, 2, 5, 8
 SUMMED = kvjax.base_score("summed", lambda o: o.columns.weights.sum(3), statistics=("weights",))
@@ -36,7 +37,7 @@ def scores(policy, of_cache, context, steps=3):
     return np.asarray(evidence.scores)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", first(3, PLACES))
 def test_their_sum_is_the_statistic_sum(place):
     options, context, allocation = PLACES[place]
     options, link = dict(options), []

@@ -80,7 +80,7 @@ def products(function, *arguments):
 def test_a_layer_is_four_products():
     model, x = reference.decoder(CONFIG), jnp.zeros((1, 1, 32))
     weights = model.layers[0].arrays()
-    (waves,) = decoder.rotation(CONFIG, jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32))
+    (waves,) = jax.jit(decoder.rotation, static_argnums=0)(CONFIG, np.zeros((1, 1), np.int32), np.ones(1, np.int32))
 
     def layer(x):
         return decoder.run_layer(CONFIG, weights, x, waves, lambda query, key, value: (query, None, None))[0]
