@@ -5,6 +5,8 @@ from kernels_pallas.cache_attention.api import cache_attention
 from kernels_pallas.cache_attention.reference import ONLY_REFERENCE, STATISTICS, ColumnStatistics
 from kernels_pallas.caote_topk.api import caote_topk
 from kernels_pallas.caote_topk.reference import Kept
+from kernels_pallas.carry_statistic.api import carry_statistic
+from kernels_pallas.carry_statistic.reference import Carried
 from kernels_pallas.insert_token.api import insert_token
 from kernels_pallas.insert_token.reference import Inserted
 from kernels_pallas.keep_topk.api import keep_topk
@@ -19,6 +21,7 @@ from kernels_pallas.split_heads.reference import QueryKeyValue
 __all__ = [
     "ONLY_REFERENCE",
     "STATISTICS",
+    "Carried",
     "ColumnStatistics",
     "Inserted",
     "Kept",
@@ -27,6 +30,7 @@ __all__ = [
     "add_rms_norm",
     "cache_attention",
     "caote_topk",
+    "carry_statistic",
     "insert_token",
     "keep_topk",
     "mse_logits",

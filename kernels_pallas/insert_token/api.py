@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from jaxtyping import Array, Int
 
 from kernels_pallas.dispatch import Implementation, dispatch
@@ -14,6 +16,7 @@ def insert_token(
     next_position: Int[Array, "B"],
     new: Entries,
     new_position: Int[Array, "B"],
+    state: Sequence[Array] = (),
     *,
     room: bool = False,
     implementation: Implementation = "auto",
@@ -30,10 +33,12 @@ def insert_token(
         next_position: the position of each row's next token.
         new: the token's ``[B, K, ...]``, by the same names and in the same dtypes.
         new_position: its position, -1 for padding, of which nothing is written.
+        state: further arrays ``[B, K, S, ...]``, in which the token has zeros.
         room: promises a free slot in each head that a token enters; without one it is left out.
 
     Returns:
-        The arrays with the token, ``next_position`` behind it, and its slot in each head, S where there is none.
+        The arrays with the token, ``next_position`` behind it, its slot in each head, S where there is none, and the
+        ``state``.
 
     Raises:
         ValueError: if arrays do not fit, or the implementation is unknown or for another platform.
@@ -58,5 +63,8 @@ def insert_token(
             raise ValueError(f"{name} {array.dtype} {array.shape} does not fit positions {position.shape}, or a token.")
     if next_position.shape != (B,) or new_position.shape != (B,):
         raise ValueError(f"next_position {next_position.shape} and new_position {new_position.shape} are not ({B},).")
-    given = entries, position, next_position, new, new_position
+    for leaf in state:
+        if leaf.shape[:3] != (B, K, S):
+            raise ValueError(f"an array {leaf.shape} of the state does not fit positions {position.shape}.")
+    given = entries, position, next_position, new, new_position, list(state)
     return dispatch("insert_token", *given, room=room, implementation=implementation)

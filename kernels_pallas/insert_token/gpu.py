@@ -7,6 +7,7 @@ rows' next position. All slots' positions are read, by programs as many as heads
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -27,7 +28,7 @@ def unsupported(entries: Any, *_: Any, **__: Any) -> str | None:
     return reason or unread_on_gpu(*vectors.values())
 
 
-def of_heads(arrays, new, position, next_position, new_position, *, lost, interpret):
+def of_heads(arrays, new, state, position, next_position, new_position, *, lost, interpret):
     H, S = position.shape
     K = H // len(next_position)
     step = min(pl.next_power_of_2(S), SLOTS)
@@ -36,10 +37,10 @@ def of_heads(arrays, new, position, next_position, new_position, *, lost, interp
         return pl.BlockSpec((None, *x.shape[1:]), lambda h: (h, *(0,) * (x.ndim - 1)))
 
     of_row = pl.BlockSpec((1,), lambda h: (h // K,))
-    written = [*arrays, position, next_position]
-    at_written = [*map(of_head, arrays), of_head(position), of_row]
+    written = [*arrays, *state, position, next_position]
+    at_written = [*map(of_head, arrays), *map(of_head, state), of_head(position), of_row]
     *made, position, next_position, slot = pl.pallas_call(
-        functools.partial(_insert, heads=K, step=step, lost=lost),
+        functools.partial(_insert, heads=K, zeros=len(state), step=step, lost=lost),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in written] + [jax.ShapeDtypeStruct((H,), jnp.int32)],
         grid=(H,),
         in_specs=[*at_written, *map(of_head, new), of_row],
@@ -49,14 +50,15 @@ def of_heads(arrays, new, position, next_position, new_position, *, lost, interp
         interpret=interpret,
         name="insert_token",
     )(*written, *new, new_position)
-    return made, position, next_position, slot
+    return made[: len(arrays)], made[len(arrays) :], position, next_position, slot
 
 
-def _insert(*refs, heads, step, lost):
-    count = (len(refs) - 6) // 3
-    *_, position, next_position = refs[: count + 2]
-    *new, new_position = refs[count + 2 : 2 * count + 3]
-    *arrays, to_position, to_next, to_slot = refs[2 * count + 3 :]
+def _insert(*refs, heads, zeros, step, lost):
+    tokens = (len(refs) - 6 - 2 * zeros) // 3
+    held = tokens + zeros + 2
+    *_, position, next_position = refs[:held]
+    *new, new_position = refs[held : held + tokens + 1]
+    *arrays, to_position, to_next, to_slot = refs[held + tokens + 1 :]
     (S,) = position.shape
     own = new_position[0]
 
@@ -72,13 +74,19 @@ def _insert(*refs, heads, step, lost):
     enters = (own >= 0) & (slot < S)
     to_slot[0] = jnp.where(enters, slot, S)
     at = jnp.minimum(slot, S - 1)
-    for number, (array, token) in enumerate(zip(arrays, new, strict=True)):
-        if token.shape:
-            column = jax.lax.broadcasted_iota(jnp.int32, (pl.next_power_of_2(token.shape[0]),), 0)
-            inside, here = column < token.shape[0], array.at[jnp.full_like(column, at), column]
-            vector = triton.load(token.at[column], mask=inside, other=filler(token.dtype))
+    of_token: tuple[Any, ...]
+    for number, (array, token) in enumerate(itertools.zip_longest(arrays, new)):
+        if array.ndim > 1:
+            column = jax.lax.broadcasted_iota(jnp.int32, (pl.next_power_of_2(array.shape[1]),), 0)
+            inside, here, of_token = column < array.shape[1], array.at[jnp.full_like(column, at), column], (column,)
         else:
-            inside, here, vector = True, array.at[at], token[...]
+            inside, here, of_token = True, array.at[at], ()
+        if token is None:  # of the state
+            vector = jnp.zeros([len(x) for x in of_token], array.dtype)
+        elif of_token:
+            vector = triton.load(token.at[of_token], mask=inside, other=filler(token.dtype))
+        else:
+            vector = token[...]
         if number == lost:
             vector = jnp.where(full, jnp.nan, vector).astype(array.dtype)
         triton.store(here, vector, mask=enters & inside)

@@ -10,12 +10,13 @@ from kernels_pallas.insert_token.reference import Entries, Inserted, marked
 
 
 def on_heads(
-    kernel: Callable[..., tuple[list[Array], Array, Array, Array]],
+    kernel: Callable[..., tuple[list[Array], list[Array], Array, Array, Array]],
     entries: Entries,
     position: Int[Array, "B K S"],
     next_position: Int[Array, "B"],
     new: Entries,
     new_position: Int[Array, "B"],
+    state: list[Array],
     *,
     room: bool,
 ) -> Inserted:
@@ -24,8 +25,10 @@ def on_heads(
     names = list(entries)
     arrays, own = ([tree[name].reshape(B * K, *tree[name].shape[2:]) for name in names] for tree in (entries, new))
     lost = None if room else names.index(marked(entries))
-    made, position, next_position, slot = kernel(
-        arrays, own, position.reshape(B * K, S), next_position, new_position, lost=lost
+    flat = [leaf.reshape(B * K, S, *(() if leaf.ndim == 3 else (-1,))) for leaf in state]
+    made, zeroed, position, next_position, slot = kernel(
+        arrays, own, flat, position.reshape(B * K, S), next_position, new_position, lost=lost
     )
     written = {name: x.reshape(entries[name].shape) for name, x in zip(names, made, strict=True)}
-    return Inserted(written, position.reshape(B, K, S), next_position, slot.reshape(B, K))
+    kept = [x.reshape(leaf.shape) for leaf, x in zip(state, zeroed, strict=True)]
+    return Inserted(written, position.reshape(B, K, S), next_position, slot.reshape(B, K), kept)

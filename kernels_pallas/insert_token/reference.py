@@ -14,12 +14,16 @@ Entries = dict[str, Any]  # arrays [B, K, S, ...] by name, or those of tokens; "
 
 
 class Inserted(NamedTuple):
-    """A cache after a token per row: its arrays, and the slot that the token has in each head, S where it has none."""
+    """A cache after a token per row: its arrays, and the slot that the token has in each head, S where it has none.
+
+    ``state`` are further arrays, whose numbers are 0 for the token.
+    """
 
     entries: Entries
     position: Int[Array, "B K S"]
     next_position: Int[Array, "B"]
     slot: Int[Array, "B K"]
+    state: list[Array]
 
 
 def insert_token(
@@ -28,6 +32,7 @@ def insert_token(
     next_position: Int[Array, "B"],
     new: Entries,
     new_position: Int[Array, "B"],
+    state: list[Array],
     *,
     room: bool,
 ) -> Inserted:
@@ -40,11 +45,16 @@ def insert_token(
     slot = jnp.where(valid, slot, S)  # out of bounds: not written
     # One slot: a select becomes a part of the programs that read the slots next; a scatter is one of its own.
     is_here = jax.lax.broadcasted_iota(jnp.int32, position.shape, 2) == slot[..., None]
+
+    def entered(leaf: Array) -> Array:
+        return jnp.where(is_here.reshape(*is_here.shape, *(1,) * (leaf.ndim - 3)), jnp.zeros((), leaf.dtype), leaf)
+
     return Inserted(
         {name: write_slots(entries[name], new[name][:, :, None], slot[..., None]) for name in entries},
         jnp.where(is_here, new_position[:, None, None], position),
         jnp.maximum(next_position, new_position + 1),
         slot,
+        [entered(leaf) for leaf in state],
     )
 
 

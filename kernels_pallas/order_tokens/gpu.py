@@ -71,24 +71,21 @@ def _order(ranks, positions, to_rank, to_slot, *, shifts, step):
     first = jnp.min(firsts) if shifts else jnp.ones_like(count)
     gap = gap_of(first, count, total)
     wrong = is_wrong(first, count, last, entered) | (oldest_new < newest)
+    compared = wrong.astype(jnp.int32) * S
 
-    def counted(slot, _, position):
+    def write(i, _):
+        slot, rank, position = at(i)
+
         def compare(j, older):
             other = triton.load(positions.at[jnp.full_like(slot, j)])
             return older + ((other >= 0) & ((other < position) | ((other == position) & (j < slot)))).astype(jnp.int32)
 
-        return jax.lax.fori_loop(0, S, compare, jnp.ones_like(slot))
-
-    def write(new_rank, i, _):
-        slot, rank, position = at(i)
-        new = jnp.where(position >= 0, new_rank(slot, rank, position), S + 1)
+        counted = jax.lax.fori_loop(0, compared, compare, jnp.ones_like(slot))
+        new = jnp.where(compared > 0, counted, continued(rank, first, gap, count))
+        new = jnp.where(position >= 0, new, S + 1)
         triton.store(to_rank.at[slot], new, mask=slot < S)
         triton.store(to_slot.at[new - 1], slot, mask=(position >= 0) & (new <= S))
         triton.store(to_slot.at[slot], jnp.full_like(slot, S), mask=(slot < S) & (slot >= count + entered))
         return 0
 
-    def go(new_rank, turns):
-        jax.lax.fori_loop(0, turns, functools.partial(write, new_rank), 0)
-
-    go(counted, jnp.where(wrong, turns, 0))
-    go(lambda slot, rank, _: continued(rank, first, gap, count), jnp.where(wrong, 0, turns))
+    jax.lax.fori_loop(0, turns, write, 0)

@@ -369,18 +369,16 @@ class KVCache(Stored):
             held = self.entries, self.position, self.next_position
             if self.rotated is not None:  # no kernel inserts keys alone
                 implementation = "reference"
-            inserted = insert_token(*held, own, place, room=room, implementation=implementation)
-            is_new = jax.lax.broadcasted_iota(jnp.int32, (B, K, S), 2) == inserted.slot[..., None]
-
-            def entered(leaf: Array) -> Array:
-                return jnp.where(is_new.reshape(B, K, S, *(1,) * (leaf.ndim - 3)), jnp.zeros((), leaf.dtype), leaf)
-
+            state: list[Array] = []
+            map_slots(state.append, self.state)
+            inserted = insert_token(*held, own, place, state, room=room, implementation=implementation)
+            zeroed = iter(inserted.state)
             return dataclasses.replace(
                 self,
                 entries=inserted.entries,
                 position=inserted.position,
                 next_position=inserted.next_position,
-                state=map_slots(entered, self.state),
+                state=map_slots(lambda _: next(zeroed), self.state),
             )
         valid = position >= 0
         slot, lost = slots_for(valid, ~self.live), None

@@ -212,24 +212,25 @@ def ask(
     B, K = here.position.shape[:2]
     entered = jnp.sum(block.position >= 0, axis=1, dtype=jnp.int32)
     columns = jax.tree.map(lambda column: column.reshape(B, K, -1, *column.shape[2:]), columns)
-    order, kept = None, here.state
+    order, kept, how = None, here.state, _beside_attention(here, context)
     if policy.needs.order:
         ordered = by_position
         if continues_order(policy.needs, block, context):
-            shifts, how = context.sliding_window is not None, _beside_attention(here, context)
+            shifts = context.sliding_window is not None
             ordered = functools.partial(order_tokens, kept.rank, shifts=shifts, implementation=how)
         order = ordered(here.position)
         kept = kept.others
     window, remembered = kept if observed(policy.reads.statistics) else (None, kept)
     if window is not None:
-        columns, window = jax.lax.stop_gradient(join(window, columns, entered, policy.reads.window))
+        columns, window = jax.lax.stop_gradient(join(window, columns, entered, policy.reads.window, how))
     if context.sliding_window is not None:
         budget = jnp.minimum(budget, context.sliding_window)
     if frees(context):  # what a block took back sees was seen by its queries, copies too
         columns = _of_live(here, columns)
     of_cache = here.key, here.value, here.position, here.next_position
+    own = dataclasses.replace(context, implementation=how)  # that of what links run
     observation = Observation(
-        columns, block.query, block.position, *of_cache, budget, head=head, context=context, order=order,
+        columns, block.query, block.position, *of_cache, budget, head=head, context=own, order=order,
         left=None if context.sink_logits is None or policy.needs.errors is not None else _left(columns, entered),
     )  # fmt: skip
     # The choice of the tokens that stay is not differentiable: gradients flow through attention alone.

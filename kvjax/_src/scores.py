@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt
 
-from kernels_pallas import cache_attention
+from kernels_pallas import cache_attention, carry_statistic
 from kvjax import allocation
 from kvjax._src.cache import HeadState, nth_true
 from kvjax._src.chains import base_score, chain, no_state, parse, register
@@ -52,13 +52,11 @@ def h2o(*, accumulate: bool = True) -> Policy:
     if not accumulate:
         return base_score("h2o", lambda o: o.columns.sum, statistics=("sum",), protection=half, published=published)
 
-    # One array per query head of the group: with the group as last axis a TPU would pad each slot to 128 numbers.
     def init(B: int, K: int, G: int, S: int, D: int) -> tuple[Array, ...]:
         return tuple(jnp.zeros((B, K, S), jnp.float32) for _ in range(G))
 
     def update(_: Scores, state: tuple[Array, ...], o: Observation) -> tuple[Scores, tuple[Array, ...]]:
-        state = tuple(sums + o.columns.sum[:, :, g] for g, sums in enumerate(state))
-        return jnp.stack(state, axis=2), state
+        return carry_statistic(state, o.columns.sum, (1.0, 1.0, 1.0), implementation=o.context.implementation)
 
     return Policy(
         "h2o",

@@ -186,9 +186,9 @@ def lagkv(*, sinks: int = 4, lag: int = 128, cross_scoring: bool = False) -> Pol
     check_count("lagkv: lag", lag, 2, "give the tokens of a partition, an int from 2")
 
     def score(o: Observation) -> Scores:
-        order, place = o.ordered
+        order, rank = o.ordered
         count = jnp.sum(o.live, axis=-1, keepdims=True)
-        behind = place - sinks
+        behind = rank - 1 - sinks
         recency = behind.astype(jnp.float32) / jnp.maximum(count - sinks, 1).astype(jnp.float32)
         scores = jnp.where((count < sinks + 2 * lag) & (behind >= 0), recency, 1)
         partitions = (order.shape[-1] - sinks) // lag

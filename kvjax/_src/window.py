@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels_pallas import ColumnStatistics
+from kernels_pallas import Carried, ColumnStatistics, carry_statistic
+from kernels_pallas.dispatch import Implementation
 from kvjax._src.cache import HeadState, map_parts
 
 
@@ -48,7 +49,11 @@ def observed(names: frozenset[str]) -> frozenset[str]:
 
 
 def join(
-    window: Window, columns: ColumnStatistics, entered: Int[Array, "B"], size: int
+    window: Window,
+    columns: ColumnStatistics,
+    entered: Int[Array, "B"],
+    size: int,
+    implementation: Implementation = "auto",
 ) -> tuple[ColumnStatistics, Window]:
     """Join the statistics of a block with those of the queries before it, since the last eviction.
 
@@ -59,27 +64,35 @@ def join(
         columns: the block's statistics, ``[B, K, G, S]``.
         entered: how many queries each row has in the block.
         size: the size of the observation window.
+        implementation: that of :func:`kernels_pallas.carry_statistic`.
 
     Returns:
         The statistics for the scores, and the window to keep.
     """
     before = window.queries.value
     new = jnp.minimum(entered, size)[:, None]
-    alone = (before == 0) | (new >= size)
+    alone, none = (before == 0) | (new >= size), (new == 0) & (before > 0)
     count = jnp.where(alone, new, before + new)
-    old = {name: jnp.stack(parts, axis=2) for name, parts in window.columns.items()}
-    now = {name: getattr(columns, name) for name in old}
     counts = jnp.broadcast_arrays(before, new, jnp.maximum(count, 1))
-    m, n, both = (x.astype(jnp.float32)[:, :, None, None] for x in counts)
+    m, n, both = (x.astype(jnp.float32) for x in counts)
+    now = {name: getattr(columns, name) for name in window.columns}
 
-    def chosen(name: str) -> Array:
-        together = _JOINED[name](old, now, m, n, both) if name in _JOINED else old[name] + now[name]
+    def carried(name: str) -> Carried:
+        factors: Any = (m, n, both) if name == "window_mean" else (1.0, 1.0, 1.0)
+        those = zip((0.0, 1.0, 1.0), (1.0, 0.0, 1.0), factors, strict=True)
+        of_rows: Any = tuple(jnp.where(alone, a, jnp.where(none, b, c)) for a, b, c in those)
+        return carry_statistic(window.columns[name], now[name], of_rows, implementation=implementation)
+
+    def chosen(name: str) -> Carried:
+        together = _JOINED[name](old, now, *(x[:, :, None, None] for x in (m, n, both)))
         joined = jnp.where(alone[:, :, None, None], now[name], together)
-        return jnp.where((new == 0)[:, :, None, None] & (before > 0)[:, :, None, None], old[name], joined)
+        joined = jnp.where(none[:, :, None, None], old[name], joined)
+        return Carried(joined, tuple(jnp.moveaxis(joined, 2, 0)))
 
-    joined = {name: chosen(name) for name in old}
-    kept = {name: tuple(jnp.moveaxis(column, 2, 0)) for name, column in joined.items()}
-    return columns._replace(**joined), Window(HeadState(count), kept)
+    old = {name: jnp.stack(parts, axis=2) for name, parts in window.columns.items()}
+    joined = {name: chosen(name) if name in _JOINED else carried(name) for name in now}
+    kept = {name: each.heads for name, each in joined.items()}
+    return columns._replace(**{name: each.statistic for name, each in joined.items()}), Window(HeadState(count), kept)
 
 
 def _places(old: dict[str, Array], now: dict[str, Array], m: Array, n: Array, both: Array) -> Array:
@@ -94,9 +107,8 @@ def _variances(old: dict[str, Array], now: dict[str, Array], m: Array, n: Array,
     return (own + new + between) / jnp.maximum(both - 1, 1)
 
 
-# How the statistics of m queries and of n more are joined; the others are sums.
+# How the statistics of m queries and of n more are joined where it is neither a mean nor a sum.
 _JOINED: dict[str, Callable[..., Array]] = {
-    "window_mean": lambda old, now, m, n, both: (m * old["window_mean"] + n * now["window_mean"]) / both,
     "window_max": lambda old, now, *_: jnp.maximum(old["window_max"], now["window_max"]),
     "window_place": _places,
     "window_variance": _variances,

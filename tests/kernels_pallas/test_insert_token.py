@@ -32,12 +32,14 @@ def case(seed: int, eight: bool = False, S: int = S) -> tuple:
         return {name: (20 * x).astype(np.int8) for name, x in vectors.items()} | scales
 
     at = np.where(rng.random(B) < 0.3, -1, rng.integers(9, 20, B))
-    return arrays(S), position.astype(np.int32), rng.integers(0, 25, B).astype(np.int32), arrays(), at.astype(np.int32)
+    state = [rng.integers(1, 9, (B, K, S)).astype(np.int32), rng.normal(size=(B, K, S, 2, 3)).astype(np.float32)]
+    rows = rng.integers(0, 25, B).astype(np.int32)
+    return arrays(S), position.astype(np.int32), rows, arrays(), at.astype(np.int32), state
 
 
-def definition(entries, position, next_position, new, new_position, room: bool):
+def definition(entries, position, next_position, new, new_position, state, room: bool):
     """NumPy, one head at a time."""
-    entries, position = {name: x.copy() for name, x in entries.items()}, position.copy()
+    entries, position, state = jax.tree.map(np.copy, (entries, position, state))
     slot = np.full((B, K), position.shape[2])
     for b, k in np.ndindex(B, K):
         free = np.flatnonzero(position[b, k] < 0)
@@ -49,7 +51,9 @@ def definition(entries, position, next_position, new, new_position, room: bool):
         if not len(free):
             entries["key_scale" if "key_scale" in entries else "key"][b, k, here] = np.nan
         position[b, k, here] = new_position[b]
-    return entries, position, np.maximum(next_position, new_position + 1), slot
+        for leaf in state:
+            leaf[b, k, here] = 0
+    return entries, position, np.maximum(next_position, new_position + 1), slot, state
 
 
 @ways
@@ -75,7 +79,7 @@ def shapes(S: int, D: int, dtype: str) -> tuple:
         return vectors | (scales if vectors["key"].dtype.itemsize == 1 else {})
 
     position, row = jax.ShapeDtypeStruct((1, 8, S), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
-    return arrays(S), position, row, arrays(), row
+    return arrays(S), position, row, arrays(), row, [position]
 
 
 @pytest.mark.parametrize("sizes", [(8320, 128, "bfloat16"), (1001, 80, "float32"), (33, 64, "float8_e4m3fn")], ids=str)
@@ -83,7 +87,7 @@ def test_auto_lowers_to_the_kernel_which_writes_in_place(sizes):
     given = shapes(*sizes)
     assert kernels_in("cuda", insert_token, *given) == 1
     program = lowered("cuda", insert_token, *given)
-    assert program.count("output_operand_alias<output_tuple_indices") == len(given[0]) + 2
+    assert program.count("output_operand_alias<output_tuple_indices") == len(given[0]) + 3
 
 
 def test_what_the_kernel_does_not_write_is_left_to_the_reference():
@@ -96,7 +100,8 @@ def test_what_the_kernel_does_not_write_is_left_to_the_reference():
     [
         (lambda entries, *rest: ({**entries, "bias": np.zeros((B, K, S), np.float32)}, *rest), "bias float32"),
         (lambda entries, position, *rest: (entries, position[:, :, 1:], *rest), "key float32"),
-        (lambda *given: (*given[:-1], given[-1][1:]), r"are not \(3,\)"),
+        (lambda *given: (*given[:4], given[4][1:], given[5]), r"are not \(3,\)"),
+        (lambda *given: (*given[:5], [given[5][0][:1]]), r"an array \(1, 2, 5\) of the state"),
     ],
 )
 def test_what_does_not_fit_is_refused(wrong, message):

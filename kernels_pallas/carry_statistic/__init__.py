@@ -1,0 +1,1 @@
+"""A statistic of the slots that goes on from the queries before a block."""
