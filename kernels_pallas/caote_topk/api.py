@@ -7,7 +7,7 @@ import functools
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Real
 
-from kernels_pallas.caote_topk.reference import Group, Kept, Norm
+from kernels_pallas.caote_topk.reference import Ends, Group, Kept, Norm
 from kernels_pallas.checks import check_count, check_tokens
 from kernels_pallas.dispatch import Implementation, check_scale, dispatch
 
@@ -22,6 +22,7 @@ def caote_topk(
     *,
     value_scale: Float[Array, "B K S"] | None = None,
     protected: Bool[Array, "B K S"] | None = None,
+    ends: Ends | None = None,
     fast: bool = False,
     norm: Norm = 2,
     group: Group = "exact",
@@ -42,6 +43,7 @@ def caote_topk(
         budget: how many tokens each head keeps, at least 1; one number or one per row.
         value_scale: by which each slot's eight bits are multiplied; None for floats.
         protected: slots that stay whatever they score.
+        ends: how many of the first and of the last tokens stay, too; without a mask of them, a GPU has one launch less.
         fast, norm, group: as in :func:`kvjax.score`.
         excess: a promise that no head holds more than ``budget + excess`` tokens. With 1, as in decode, the slot to
             free is an argmin.
@@ -74,6 +76,8 @@ def caote_topk(
     check_scale("value", value, value_scale)
     if protected is not None and protected.shape != (B, K, S):
         raise ValueError(f"protected {protected.shape} does not fit: expected {(B, K, S)}, one entry per slot.")
+    if ends is not None and any(x.shape != (B,) for x in ends):
+        raise ValueError(f"ends are {[x.shape for x in ends]}; expected three arrays {(B,)}, one number per row.")
     if norm not in (1, 2, "inf") or group not in ("exact", "mean"):
         raise ValueError(f"norm is {norm!r} and group {group!r}; expected 1, 2 or 'inf' and 'exact' or 'mean'.")
     budget = jnp.broadcast_to(jnp.asarray(check_tokens(budget, (B,)), jnp.int32), (B,))
@@ -91,5 +95,6 @@ def caote_topk(
         excess=excess,
         with_scores=with_scores,
         value_scale=value_scale,
+        ends=ends,
         implementation=implementation,
     )

@@ -24,8 +24,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas.caote_topk.reference import Norm
-from kernels_pallas.caote_topk.slots import is_protected, position_of, remaining
+from kernels_pallas.caote_topk.reference import Ends, Norm
+from kernels_pallas.caote_topk.slots import is_protected, position_of, remaining, with_ends
 from kernels_pallas.eight_bits import EIGHT_BITS, filler, unread, unread_on_gpu, widened
 from kernels_pallas.keep_topk import gpu as selection
 from kernels_pallas.softmax import product
@@ -84,7 +84,7 @@ class _Worst(NamedTuple):
     live: Int[Array, ""]
 
 
-def of_heads(weights, value, slot, budget, *scales, fast, excess, with_scores, interpret):
+def of_heads(weights, value, slot, budget, *scales, fast, excess, with_scores, interpret, ends=None):
     B, K, G, S = weights.shape
     H, D = B * K, value.shape[3]
     weights, value, slot = weights.reshape(H, G, S), value.reshape(H, S, D), slot.reshape(H, S)
@@ -128,11 +128,12 @@ def of_heads(weights, value, slot, budget, *scales, fast, excess, with_scores, i
     )(weights, slot, value, *scales)  # fmt: skip
     writes = with_scores or not one
     found = call(
-        _score, "caote_scores", (H, programs), [*inputs, *[of_head(parts, *shape) for shape in shapes]],
+        _score, "caote_scores", (H, programs),
+        [*inputs, *[of_head(parts, *shape) for shape in shapes], *[of_budget] * len(ends or ())],
         [*[of_slots] * writes, *[of_program()] * (len(_Worst._fields) * one)],
         [*[array(S)] * writes, *[array(programs, dtype=jnp.int32)] * (len(_Worst._fields) * one)],
-        **options, span=spans[1], one=one,
-    )(weights, slot, value, *scales, *sums)  # fmt: skip
+        **options, span=spans[1], one=one, ends=len(ends or ()),
+    )(weights, slot, value, *scales, *sums, *(ends or ()))  # fmt: skip
     scores, worst = found[:writes], found[writes:]
     if one:
         (kept,) = call(
@@ -221,8 +222,9 @@ def _sum_up(weights, slot, value, *refs, scales, rows, span, fast):
     part.tokens[...] = jnp.sum(count)
 
 
-def _score(weights, slot, value, *refs, scales, rows, span, fast, one):
+def _score(weights, slot, value, *refs, scales, rows, span, fast, one, ends):
     scales, parts, refs = refs[:scales], cast(Any, _Part(*refs[scales : scales + 8])), refs[scales + 8 :]
+    ends, refs = refs[:ends], refs[ends:]
     written, worst_of = refs[: len(refs) - 4 * one], refs[len(refs) - 4 * one :]
     (programs, _, width), (G, S), D = parts.point.shape, weights.shape, value.shape[1]
     exact = value.dtype in (jnp.bfloat16, *EIGHT_BITS)  # then X has three parts of 8 bits, beside rows of zeros
@@ -308,7 +310,8 @@ def _score(weights, slot, value, *refs, scales, rows, span, fast, one):
 
     def of_slots(number):
         a = [triton.load(weights.at[g, number], mask=number < S, other=0.0) for g in range(G)]
-        return *a, triton.load(slot.at[number], mask=number < S, other=-1)
+        packed = triton.load(slot.at[number], mask=number < S, other=-1)
+        return *a, with_ends(packed, Ends(*(jnp.broadcast_to(x[0], (1,)) for x in ends)) if ends else None)
 
     def tile_of(a, tile):
         """Spread weights over a tile; it starts from one that products have made, whose threads it then shares."""

@@ -24,6 +24,19 @@ class Kept(NamedTuple):
     scores: Float[Array, "B K S"] | None
 
 
+class Ends(NamedTuple):
+    """How many of a row's first and of its last tokens stay whatever they score, and the position of the next one."""
+
+    sinks: Int[Array, "B"]
+    recent: Int[Array, "B"]
+    next_position: Int[Array, "B"]
+
+    def hold(self, position: Int[Array, "B *slots"]) -> Bool[Array, "B *slots"]:
+        """Return a mask of the slots whose tokens are among them."""
+        sinks, recent, following = (x.reshape(-1, *(1,) * (position.ndim - 1)) for x in self)
+        return (position >= 0) & ((position < sinks) | (position >= following - recent))
+
+
 def caote_topk(
     weights: Float[Array, "B K G S"],
     value: Real[Array, "B K S D"],
@@ -37,6 +50,7 @@ def caote_topk(
     excess: int | None,
     with_scores: bool,
     value_scale: Float[Array, "B K S"] | None = None,
+    ends: Ends | None = None,
 ) -> Kept:
     """See :func:`kernels_pallas.caote_topk.api.caote_topk`."""
     if value_scale is not None:
@@ -45,6 +59,8 @@ def caote_topk(
     scores = errors_of_scores(weights, value, live, fast=fast, norm=norm, group=group)
     if protected is not None:
         scores = jnp.where(protected & live, jnp.inf, scores)
+    if ends is not None:
+        scores = jnp.where(ends.hold(position), jnp.inf, scores)
     each = jnp.broadcast_to(budget[:, None, None], (*live.shape[:2], 1))
     stays = best_of_heads(rank(scores, live), position, each, excess)
     return Kept(jnp.where(stays, position, -1), scores if with_scores else None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels_pallas.caote_topk.reference import Group, shares
+from kernels_pallas.caote_topk.reference import Ends, Group, shares
 from kernels_pallas.topk import best_of_heads, rank
 
 _PROTECTED = 2**30  # beyond every position
@@ -21,6 +21,11 @@ def pack(position: Int[Array, "*shape"], protected: Bool[Array, "*shape"] | None
 def is_protected(slot: Int[Array, "*shape"]) -> Bool[Array, "*shape"]:
     """Return which of the packed slots are protected."""
     return slot >= _PROTECTED
+
+
+def with_ends(slot: Int[Array, "B *shape"], ends: Ends | None) -> Int[Array, "B *shape"]:
+    """Return packed slots, of which a row's first and last tokens are protected, too."""
+    return slot if ends is None else pack(slot, ends.hold(slot) & ~is_protected(slot))
 
 
 def position_of(slot: Int[Array, "*shape"]) -> Int[Array, "*shape"]:

@@ -17,8 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas.caote_topk.reference import Norm, shares
-from kernels_pallas.caote_topk.slots import is_protected, remaining
+from kernels_pallas.caote_topk.reference import Ends, Norm, shares
+from kernels_pallas.caote_topk.slots import is_protected, remaining, with_ends
 from kernels_pallas.eight_bits import unread
 
 HEADS = 8  # per selection
@@ -78,10 +78,12 @@ def of_heads(
     excess: int | None,
     with_scores: bool,
     interpret: Any,
+    ends: Ends | None = None,
 ) -> tuple[Array, ...]:
     B, K, G, S = weights.shape
     D, H = value.shape[3], B * K
     tiling = _Tiling.of(weights.shape, value)
+    slot = with_ends(slot, ends)
     padded, groups = tiling.chunk * tiling.chunks, pl.cdiv(H, HEADS)
     # Near 1 here, and divided by the sum over what counts in the kernel, which alone knows which values are finite.
     counts = (slot >= 0) & jnp.isfinite(weights).all(axis=2)

@@ -121,7 +121,7 @@ def observe_pages(
     shared = {name: jax.tree.map(lambda x: x[0], getattr(evidence, name)) for name in ("entered", "end", "window")}
     evidence = dataclasses.replace(evidence, **of_heads, **shared)
     evidence = heads_joined(policy, evidence, cache)
-    evidence = dataclasses.replace(evidence, protected=None)
+    evidence = dataclasses.replace(evidence, protected=None, ends=None)
     if frees(context):
         assert context.sliding_window is not None
         cache = within(cache, context.sliding_window, layer)

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas.caote_topk.api import caote_topk_unchecked
+from kernels_pallas.caote_topk.reference import Ends
 from kernels_pallas.dispatch import Implementation
 from kernels_pallas.keep_topk.api import keep_topk_unchecked
 from kvjax._src.border import OF_HEADS, OF_ROWS, SAME, axes_of_budget, axes_of_heads, enter, implementation_for
@@ -39,6 +40,7 @@ class Evidence:
             :class:`Weights` that they are computed from.
         entered: how many tokens of each row came in with the block. A row without any loses nothing.
         protected: the slots that stay whatever their weights; None where ``scores`` mark them.
+        ends: how many of each row's first and of its last tokens stay whatever their weights, in place of such a mask.
         stays: the slots that links have marked in some heads of a layer; None where ``scores`` mark them.
         rank: the ranks of the tokens in the order of their positions, which the cache's state keeps behind an eviction;
             None for a policy that does not read the order.
@@ -61,6 +63,7 @@ class Evidence:
     scores: Float[Array, "*slots"] | Weights
     entered: Int[Array, "B"]
     protected: Bool[Array, "B K S"] | None = None
+    ends: Int[Array, "B 2"] | None = None
     stays: Bool[Array, "B K S"] | None = None
     rank: Int[Array, "*slots"] | None = None
     measured: Float[Array, "*L B K measures"] | None = None
@@ -217,8 +220,9 @@ def axes_of_evidence(cache: Any, given: Any) -> Any:
     if cache.paged:
         return PARTS
     slots: Any = axes_of_heads(cache)
-    others: Any = dict(entered=OF_ROWS, end=OF_ROWS, window=SAME, allocation=given.allocation, merging=given.merging)
-    return Evidence(slots, protected=slots, stays=slots, rank=slots, measured=slots, **others)
+    rows: Any = dict(entered=OF_ROWS, ends=OF_ROWS, end=OF_ROWS)
+    others: Any = dict(window=SAME, allocation=given.allocation, merging=given.merging)
+    return Evidence(slots, protected=slots, stays=slots, rank=slots, measured=slots, **rows, **others)
 
 
 def _entering(cache: Any, evidence: Evidence, budget: Budget) -> tuple[tuple[Any, Any], ...]:
@@ -281,9 +285,11 @@ def _made(
         position = jnp.where(position >= evidence.end[cache.batch_rows()][..., None], -1, position)
         next_position = jnp.minimum(next_position, evidence.end)
     if isinstance(evidence.scores, Weights):
-        value = jax.lax.stop_gradient(cache.value)
+        value, protected, ends = jax.lax.stop_gradient(cache.value), evidence.protected, None
+        if evidence.ends is not None and evidence.end is None:
+            protected, ends = None, Ends(evidence.ends[:, 0], evidence.ends[:, 1], next_position)
         after = caote_topk_unchecked(
-            evidence.scores.weights, value, position, budget, evidence.protected, **evidence.scores.kind,
+            evidence.scores.weights, value, position, budget, protected, **evidence.scores.kind, ends=ends,
             excess=excess, with_scores=False, value_scale=cache.value_scale,
             implementation=implementation_for(implementation, cache),
         ).position  # fmt: skip

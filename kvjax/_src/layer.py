@@ -245,6 +245,7 @@ def ask(
         scores,
         entered=entered,
         protected=observation.protected,
+        ends=jnp.stack(jnp.broadcast_arrays(*policy.protected(budget), entered)[:2], axis=1).astype(jnp.int32),
         stays=stays,
         rank=None if order is None else order.rank,
         measured=None if measure is None else measure(observation),

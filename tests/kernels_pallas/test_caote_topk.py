@@ -12,6 +12,7 @@ import pytest
 
 from kernels_pallas import caote_topk
 from kernels_pallas.caote_topk import gpu, tpu
+from kernels_pallas.caote_topk.reference import Ends
 from kernels_pallas.keep_topk import gpu as selection
 from tests.kernels_pallas import targets
 from tests.kernels_pallas.targets import compiled_for_tpu, kernels_in, needs, platforms, run_here
@@ -109,6 +110,21 @@ def test_the_kept_are_those_whose_loss_hurts_most(name, seed, sharpness):
 @every
 def test_fast_caote_and_the_groups_mean(name):
     check(name, case(1), fast=True, group="mean")
+
+
+@every
+@pytest.mark.parametrize("excess", [None, 1])
+def test_first_and_last_tokens_stay(name, excess):
+    given = case(2)
+    given = given._replace(budget=np.maximum((given.position >= 0).sum(-1).min(-1) - 1, 1).astype(np.int32))
+    following = given.position.max(axis=(1, 2)) + 1
+    ends = Ends(*(np.resize(np.int32(x), len(following)) for x in ([2, 0, 1], [1, 3, 0])), following)
+    sinks, recent, following = (x[:, None, None] for x in ends)
+    stays = (given.position < sinks) | (given.position >= following - recent)
+    found = compiled(name, excess=excess)(*given, ends=ends)
+    expected = compiled(name, excess=excess)(*given._replace(protected=given.protected | stays))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert np.isposinf(np.asarray(found.scores)).sum() > given.protected.sum()
 
 
 @pytest.mark.parametrize("name", ["tpu", "gpu"])
