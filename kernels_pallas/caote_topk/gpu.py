@@ -107,12 +107,12 @@ def of_heads(weights, value, slot, budget, *scales, fast, excess, with_scores, i
     def of_program(*shape):
         return pl.BlockSpec((None, None, *shape), lambda h, p: (h, p, *(0 for _ in shape)))
 
-    def call(kernel, name, grid, in_specs, out_specs, out_shape, **options):
+    def call(kernel, name, grid, in_specs, out_specs, out_shape, aliases=None, **options):
         params = triton.CompilerParams(num_warps=4, num_stages=BUFFERS)
         kernel = functools.partial(kernel, **options)
         return pl.pallas_call(
             kernel, out_shape, grid=grid, in_specs=in_specs, out_specs=out_specs, compiler_params=params, name=name,
-            interpret=interpret,
+            interpret=interpret, input_output_aliases=aliases or {},
         )  # fmt: skip
 
     of_budget = pl.BlockSpec((1,), lambda h, *_: (h // K,))
@@ -138,7 +138,7 @@ def of_heads(weights, value, slot, budget, *scales, fast, excess, with_scores, i
     if one:
         (kept,) = call(
             _free_worst, "caote_select", (H, chunks), [of_budget, of_slots, *[of_head(programs)] * len(_Worst._fields)],
-            [of_slots], [array(S, dtype=jnp.int32)],
+            [of_slots], [array(S, dtype=jnp.int32)], aliases={1: 0},
         )(budget, slot, *worst)  # fmt: skip
     elif selection.unsupported(scores[0], slot, excess=excess) is not None:
         kept = remaining(scores[0], slot, jnp.repeat(budget, K)[:, None], excess)
