@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import models
-from evals import command_line, evaluator, metrics, prose, report, sweep, tasks
+from evals import command_line, evaluator, metrics, prose, report, sweep, tasks, texts
 from evals.evaluator import Answer, Group, TextSample
-from models import asking, commands, files, fingerprints
+from models import asking, commands, fingerprints
 from models.commands.shared_flags import add_shared_flags, count
 
 EXAMPLES = """examples:
@@ -164,7 +164,10 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--lengths", default="1000", help="tokens of a document; several by comma")
     flags.add_argument("--samples", type=count, default=4, help="documents per length")
     flags.add_argument("--facts", type=count, default=7, help="facts per document; one question more is asked")
-    flags.add_argument("--text", type=Path, help="a text that the facts stand in (default: built-in prose)")
+    flags.add_argument(
+        "--text", help="a file whose sentences stand around the facts, or a text by name, such as debian-handbook; see "
+        "`python -m papers texts` (default: built-in prose)"
+    )  # fmt: skip
     add_shared_flags(flags, "out")
     flags.set_defaults(question="unknown", evict_every=0, batch=8)
 
@@ -195,7 +198,7 @@ def make_groups(flags: argparse.Namespace, config: models.Config, tokenizer: mod
 def _sentences(flags: argparse.Namespace) -> list[str]:
     if flags.text is None:
         return []
-    found = [" ".join(sentence.split()) for sentence in SENTENCE.findall(files.read_text(flags.text, "text"))]
+    found = [" ".join(sentence.split()) for sentence in SENTENCE.findall(texts.read_text(flags.text))]
     if len(found) < 100:
         raise ValueError(f"{flags.text} has {len(found)} sentences of 40 to 200 characters; give a text with 100.")
     return found
@@ -239,6 +242,6 @@ def command(flags: argparse.Namespace) -> None:
 
 
 def _notes(flags: argparse.Namespace) -> list[str]:
-    around = "built-in prose" if flags.text is None else flags.text.name
+    around = "built-in prose" if flags.text is None else Path(flags.text).name
     lengths = ", ".join(commands.split_list(flags.lengths))
     return [f"{flags.samples} documents of {lengths} tokens, {flags.facts + 1} questions each, among {around}"]

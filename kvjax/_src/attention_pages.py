@@ -21,8 +21,8 @@ from kvjax._src.layer import (
     ask,
     attend_heads,
     attended,
+    branches,
     choosable,
-    continues_order,
     frees,
     heads_joined,
     layer_index,
@@ -98,8 +98,7 @@ def observe_pages(
         return out, state, with_scores(evidence, here)
 
     asked, heads = functools.partial(of_head, entries=cache.entries), jnp.arange(K)
-    # Under vmap both branches of a condition run: of the order's, the sort.
-    apart = continues_order(needs, block, context) or _depends(of_head, heads[0], cache.entries)
+    apart = branches(cache, needs, block, context) or _depends(of_head, heads[0], cache.entries)
     said: Any = jax.lax.map(asked, heads) if apart else jax.vmap(asked)(heads)
     heads_out, state, evidence = said
     if turned:

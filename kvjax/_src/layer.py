@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from kernels_pallas import ColumnStatistics, order_tokens
 from kernels_pallas.cache_attention.api import cache_attention_unchecked
-from kernels_pallas.dispatch import Implementation
+from kernels_pallas.dispatch import Implementation, platform
 from kernels_pallas.order_tokens.reference import by_position
 from kvjax._src.border import OF_QUERY_HEADS, OF_ROWS, OF_TOKENS, SAME, axes_of_budget, implementation_for
 from kvjax._src.cache import KVCache, floats_of, up_to, within
@@ -65,6 +65,12 @@ def prepared(cache: KVCache | PagedCache, block: LayerBlock, context: Context) -
 def continues_order(needs: Needs, block: LayerBlock, context: Context) -> bool:
     """Return whether a block is a decode step that continues a policy's order; others sort."""
     return needs.order and block.position.shape[1] == 1 and context.excess == 1
+
+
+def branches(cache: KVCache | PagedCache, needs: Needs, block: LayerBlock, context: Context) -> bool:
+    """Return whether a block's order is made in a branch; under vmap the other one, a sort, would run, too."""
+    by_kernel = platform() == "gpu" and _beside_attention(cache, context) == "auto"
+    return continues_order(needs, block, context) and not by_kernel
 
 
 def _turned(cache: KVCache | PagedCache, block: LayerBlock, context: Context) -> LayerBlock:
@@ -121,7 +127,7 @@ def inserted(cache: KVCache, block: LayerBlock, context: Context, room: bool = F
     return cache.insert(block.key, block.value, block.position, room=room, implementation=how)
 
 
-def _beside_attention(cache: KVCache, context: Context) -> Implementation:
+def _beside_attention(cache: KVCache | PagedCache, context: Context) -> Implementation:
     """Return the implementation of an operation that a kernel of attention, given by name, says nothing of."""
     return "reference" if context.implementation == "reference" else implementation_for("auto", cache)
 

@@ -134,11 +134,12 @@ def test_rows_that_a_kernel_does_not_read_are_not_moved():
     assert (found.what, found.moved) == ("kernel add_rms_norm", 4 * 4 * 64 + 2 * 4 * 64)
 
 
-@pytest.mark.parametrize(("program", "kernels"), [("decode", 16), ("block", 14)])
+@pytest.mark.parametrize(("program", "kernels"), [("decode", 18), ("block", 16)])
 def test_programs_lower_with_a_layer_s_kernels(program, kernels):
     """Two functions, of the first layer and of one behind it, whose input is unsummed; they share one behind attention.
 
-    Heads, a token's insertion, attention, its sums or statistics, outputs, scores, selection, norm: all by Triton.
+    Heads, a token's insertion, attention, its sums or statistics, sums so far, outputs, scores, selection, norm: all by
+    Triton.
     """
     setting = steps.Setting(SHAPES["tiny"], "h2o+caote", 64, dtype=jnp.bfloat16)
     text = gpu_compile.lowered(setting, program).as_text()

@@ -324,8 +324,9 @@ def on_a_large_pool(name: str, T: int, excess: int | None = None):
     return block, (*of_heads, *leaves)
 
 
-# On a GPU a second kernel also combines the parts of a single query's softmax, and makes its statistics.
-@pytest.mark.parametrize(("platform", "T", "kernels"), [("tpu", 1, 1), ("cuda", 4, 2)])
+# On a GPU a second kernel also combines the parts of a single query's softmax, and makes its statistics; one more adds
+# them to those of earlier queries.
+@pytest.mark.parametrize(("platform", "T", "kernels"), [("tpu", 1, 1), ("cuda", 4, 3)])
 def test_one_kernel_reads_the_pages_of_all_heads_and_one_makes_statistics_of_several_queries(platform, T, kernels):
     block, shapes = on_a_large_pool("h2o+caote@model", T)
     assert kernels_in(platform, block, *shapes) == kernels
@@ -339,10 +340,13 @@ def test_only_a_policy_that_reads_keys_or_values_is_asked_head_by_head(name, loo
     assert lowered("cuda", block, *shapes).count("stablehlo.while") == loops
 
 
-def test_in_decode_the_order_is_sorted_only_where_it_must_be():
-    """Under vmap each branch of a condition would run."""
+# A branch of the sort, and of two platforms.
+@pytest.mark.parametrize(("platform", "branches", "kernels"), [("tpu", 3, 0), ("cuda", 0, 1)])
+def test_in_decode_the_order_is_sorted_only_where_it_must_be(platform, branches, kernels):
+    """Under vmap each branch of a condition would run, so heads are asked one by one; a GPU has a kernel for all."""
     block, shapes = on_a_large_pool("snapkv@layer", 1, excess=1)
-    assert lowered("cuda", block, *shapes).count("stablehlo.case") == 3  # of the sort, and of two platforms
+    program = lowered(platform, block, *shapes)
+    assert (program.count("stablehlo.case"), program.count('name = "order_tokens"')) == (branches, kernels)
 
 
 @pytest.mark.matrix
