@@ -104,10 +104,10 @@ def fading_attention(
         sliding_window, soft_cap, sink_logits: see :func:`kernels_pallas.cache_attention`.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax, numpy as np
         >>> from train.retention import fading_attention
-        >>> rows, half = jnp.ones((1, 3, 1, 2)), jnp.full((1, 3, 1), jnp.log(0.5))
-        >>> fading_attention(rows, rows, rows, half).number[0, :, 0]
+        >>> rows, half = np.ones((1, 3, 1, 2), "f"), np.full((1, 3, 1), np.log(0.5), "f")
+        >>> jax.jit(fading_attention)(rows, rows, rows, half).number[0, :, 0]
         Array([1.  , 1.5 , 1.75], dtype=float32)
     """
     B, T, N, D = query.shape

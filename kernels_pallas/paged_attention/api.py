@@ -56,14 +56,13 @@ def paged_attention(
         ValueError: as :func:`kernels_pallas.cache_attention`.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import functools, jax, jax.numpy as jnp
         >>> from kernels_pallas import paged_attention
         >>> q, pool = jnp.ones((1, 1, 2, 4)), jnp.ones((3, 2, 4))
         >>> position = jnp.array([[5, 6], [0, -1], [1, 2]])
         >>> table = jnp.array([[[2, 1, -1]]])  # the last page and the one before it
-        >>> out, columns = paged_attention(
-        ...     q, pool, pool, position, table, jnp.array([[2]]), statistics=["last"]
-        ... )
+        >>> attention = jax.jit(functools.partial(paged_attention, statistics=["last"]))
+        >>> out, columns = attention(q, pool, pool, position, table, jnp.array([[2]]))
         >>> columns.last[0, 0].tolist()
         [0.333, 0.333, 0.333, 0.0, 0.0, 0.0]
     """

@@ -350,13 +350,13 @@ def pooled(scores: Scores, o: Observation, kernel: int, pooling: str) -> Scores:
         pooling: "avg" or "max".
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> import kvjax
+        >>> import jax, jax.numpy as jnp, kvjax
         >>> nothing = dict.fromkeys(kvjax.Observation._fields)
-        >>> position = jnp.array([[[0, 3, 1, 2]]])
-        >>> o = kvjax.Observation(**nothing | {"position": position})
+        >>> def pooled(scores, position):
+        ...     o = kvjax.Observation(**nothing | {"position": position})
+        ...     return kvjax.pooled(scores, o, kernel=3, pooling="max")
         >>> scores = jnp.array([[[[1.0, 0.0, 0.0, 6.0]]]])
-        >>> kvjax.pooled(scores, o, 3, "max")[0, 0, 0].tolist()
+        >>> jax.jit(pooled)(scores, jnp.array([[[0, 3, 1, 2]]]))[0, 0, 0].tolist()
         [1.0, 6.0, 6.0, 6.0]
     """
     order = o.ordered
