@@ -17,10 +17,16 @@ from jax.experimental.pallas import triton
 from kernels_pallas.order_tokens.reference import MOST, continued, gap_of, is_wrong
 
 SLOTS = 4096  # that are read at a time, at most
+MOST_SLOTS = 16_384  # of a head: reading more takes a multiprocessor longer than XLA's launches take
 
 
 def unsupported(*_: Any, **__: Any) -> None:
     """Return None: the kernel can run with any arguments."""
+
+
+def slower(rank: Any, *_: Any, **__: Any) -> str | None:
+    """Return why XLA is faster with these arguments, or None."""
+    return f"one program reads a head, up to {MOST_SLOTS} slots" if rank.shape[-1] > MOST_SLOTS else None
 
 
 def of_heads(rank, position, *, shifts, interpret):
