@@ -4,7 +4,7 @@ from kernels_pallas.add_rms_norm.api import add_rms_norm
 from kernels_pallas.cache_attention.api import cache_attention
 from kernels_pallas.cache_attention.reference import ONLY_REFERENCE, STATISTICS, ColumnStatistics
 from kernels_pallas.caote_topk.api import caote_topk
-from kernels_pallas.caote_topk.reference import Kept
+from kernels_pallas.caote_topk.reference import Ends, Kept
 from kernels_pallas.carry_statistic.api import carry_statistic
 from kernels_pallas.carry_statistic.reference import Carried
 from kernels_pallas.insert_token.api import insert_token
@@ -23,6 +23,7 @@ __all__ = [
     "STATISTICS",
     "Carried",
     "ColumnStatistics",
+    "Ends",
     "Inserted",
     "Kept",
     "Order",

@@ -25,10 +25,11 @@ def on_heads(
     names = list(entries)
     arrays, own = ([tree[name].reshape(B * K, *tree[name].shape[2:]) for name in names] for tree in (entries, new))
     lost = None if room else names.index(marked(entries))
-    flat = [leaf.reshape(B * K, S, *(() if leaf.ndim == 3 else (-1,))) for leaf in state]
+    flat = [leaf.reshape(B * K, S, *(() if leaf.ndim == 3 else (-1,))) for leaf in state if leaf.size]
     made, zeroed, position, next_position, slot = kernel(
         arrays, own, flat, position.reshape(B * K, S), next_position, new_position, lost=lost
     )
     written = {name: x.reshape(entries[name].shape) for name, x in zip(names, made, strict=True)}
-    kept = [x.reshape(leaf.shape) for leaf, x in zip(state, zeroed, strict=True)]
+    filled = iter(zeroed)
+    kept = [next(filled).reshape(leaf.shape) if leaf.size else leaf for leaf in state]
     return Inserted(written, position.reshape(B, K, S), next_position, slot.reshape(B, K), kept)

@@ -72,7 +72,7 @@ def _order(ranks, positions, to_rank, to_slot, *, shifts, step):
     start = tuple(jnp.full((step,), x, jnp.int32) for x in (0, 0, 0, MOST, 0, -1, MOST))
     counts, totals, lasts, firsts, entries, newest, oldest_new = jax.lax.fori_loop(0, turns, look, start)
     # Every thread has read its ranks before any of these is known, so before one is overwritten.
-    count, total, entered = (jnp.sum(x) for x in (counts, totals, entries))
+    count, total, entered = (jnp.sum(x, dtype=jnp.int32) for x in (counts, totals, entries))
     last, newest, oldest_new = jnp.max(lasts), jnp.max(newest), jnp.min(oldest_new)
     first = jnp.min(firsts) if shifts else jnp.ones_like(count)
     gap = gap_of(first, count, total)
@@ -90,7 +90,7 @@ def _order(ranks, positions, to_rank, to_slot, *, shifts, step):
         new = jnp.where(compared > 0, counted, continued(rank, first, gap, count))
         new = jnp.where(position >= 0, new, S + 1)
         triton.store(to_rank.at[slot], new, mask=slot < S)
-        triton.store(to_slot.at[new - 1], slot, mask=(position >= 0) & (new <= S))
+        triton.store(to_slot.at[new - 1], slot, mask=(position >= 0) & (new >= 1) & (new <= S))
         triton.store(to_slot.at[slot], jnp.full_like(slot, S), mask=(slot < S) & (slot >= count + entered))
         return 0
 

@@ -133,7 +133,7 @@ class Context:
         slots: the most slots per head of any layer, where this one may have fewer for its window: a row loses nothing,
             and its observation window goes on, only if its budget is above these; see :func:`kvjax.evict`.
         implementation: of attention, and of an eviction by CAOTE; see :func:`kernels_pallas.cache_attention` and
-            :func:`kernels_pallas.caote_topk`.
+            :func:`kernels_pallas.caote_topk`. What a link observes has that of other operations: "auto" or "reference".
 
     Example:
         >>> import kvjax

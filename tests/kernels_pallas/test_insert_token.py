@@ -33,6 +33,7 @@ def case(seed: int, eight: bool = False, S: int = S) -> tuple:
 
     at = np.where(rng.random(B) < 0.3, -1, rng.integers(9, 20, B))
     state = [rng.integers(1, 9, (B, K, S)).astype(np.int32), rng.normal(size=(B, K, S, 2, 3)).astype(np.float32)]
+    state.append(np.zeros((B, K, S, 0), np.float32))
     rows = rng.integers(0, 25, B).astype(np.int32)
     return arrays(S), position.astype(np.int32), rows, arrays(), at.astype(np.int32), state
 

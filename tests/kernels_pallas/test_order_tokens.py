@@ -126,6 +126,17 @@ def test_auto_lowers_to_the_kernel_which_writes_in_place_without_a_sort(slots):
     assert "sort" not in program and "stablehlo.case" not in program
 
 
+def test_it_lowers_with_64_bits():
+    shape = jax.ShapeDtypeStruct((1, 8, 33), np.int32)
+    with jax.enable_x64(True):
+        assert kernels_in("cuda", order_tokens, shape, shape) == 1
+
+
+def test_long_heads_are_left_to_many_programs():
+    shape = jax.ShapeDtypeStruct((1, 2, gpu.MOST_SLOTS + 1), np.int32)
+    assert kernels_in("cuda", order_tokens, shape, shape) == 0
+
+
 def test_ranks_and_positions_of_any_kind_are_taken():
     given = np.array([[[2, 0, 1]]], np.int16), np.array([[[5, 9, 0]]], np.int8)
     assert jax.jit(order_tokens)(*given).rank.tolist() == [[[2, 3, 1]]]
