@@ -1,7 +1,8 @@
 """The kernel for GPU (Pallas' Triton route): one program per head finds its first free slot and writes there, in place.
 
 What it would take XLA five programs and more to do: a search, a select of positions, a scatter each of keys and values,
-the rows' next position, and a select for each array of a policy's state. All slots' positions are read, by programs as many as heads: 33 kB each for 8,320 slots.
+the rows' next position, a select for each array of a policy's state. All slots' positions are read, by programs as many
+as heads: 33 kB each for 8,320 slots.
 """
 
 from __future__ import annotations

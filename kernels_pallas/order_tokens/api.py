@@ -22,8 +22,8 @@ def order_tokens(
 
     Args:
         rank: of each token in the order before, from 1 on; 0 for a token that has come in since. At most one token has
-            left from between the others, and at most one, the newest, has come in. No two tokens of a head have the same
-            rank. What a free slot has says nothing.
+            left from between the others, and at most one, the newest, has come in. The ranks of a head's tokens are
+            distinct. What a free slot has says nothing.
         position: of the token in each slot, -1 where it is free.
         shifts: whether the oldest tokens may have left, too, so that the first rank is not 1.
         implementation: "auto" takes the fastest one that can run here; one given by name runs or raises.

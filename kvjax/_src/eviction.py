@@ -40,8 +40,8 @@ class Evidence:
             :class:`Weights` that they are computed from.
         entered: how many tokens of each row came in with the block. A row without any loses nothing.
         protected: the slots that stay whatever their weights; None where ``scores`` mark them.
-        ends: how many of each row's first and of its last tokens stay whatever their weights: what ``protected`` says in
-            numbers, which are read in place of it.
+        ends: how many of each row's first and of its last tokens stay whatever their weights: ``protected`` in numbers,
+            which are read in its place.
         stays: the slots that links have marked in some heads of a layer; None where ``scores`` mark them.
         rank: the ranks of the tokens in the order of their positions, which the cache's state keeps behind an eviction;
             None for a policy that does not read the order.
