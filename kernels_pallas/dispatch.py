@@ -84,14 +84,6 @@ def dispatch(operation: str, *args: Any, implementation: Implementation, **optio
     return reference_of(operation)(*args, **options)
 
 
-def runs_reference(operation: str, *args: Any, implementation: Implementation, **options: Any) -> bool:
-    """Return whether :func:`dispatch` would run the operation's reference, unless a kernel refuses as it runs."""
-    if implementation != "auto":
-        return implementation == "reference"
-    here = [kernel for kernel in kernels_of(operation).values() if kernel.platform == platform()]
-    return all(kernel.slower(*args, **options) is not None for kernel in here)
-
-
 def reference_of(operation: str) -> Callable[..., Any]:
     """Return the definition of an operation in plain JAX, which all of its kernels stand for."""
     return getattr(importlib.import_module(f"kernels_pallas.{operation}.reference"), operation)

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from kernels_pallas import ColumnStatistics, order_tokens
 from kernels_pallas.cache_attention.api import cache_attention_unchecked
-from kernels_pallas.dispatch import Implementation, runs_reference
+from kernels_pallas.dispatch import Implementation, platform
 from kernels_pallas.order_tokens.reference import by_position
 from kvjax._src.border import OF_QUERY_HEADS, OF_ROWS, OF_TOKENS, SAME, axes_of_budget, implementation_for
 from kvjax._src.cache import KVCache, floats_of, up_to, within
@@ -69,10 +69,8 @@ def continues_order(needs: Needs, block: LayerBlock, context: Context) -> bool:
 
 def branches(cache: KVCache | PagedCache, needs: Needs, block: LayerBlock, context: Context) -> bool:
     """Return whether a block's order is made in a branch; under vmap the other one, a sort, would run, too."""
-    if not continues_order(needs, block, context):
-        return False
-    slots = jax.ShapeDtypeStruct((1, 1, cache.num_slots), jnp.int32)
-    return runs_reference("order_tokens", slots, slots, shifts=False, implementation=_beside_attention(cache, context))
+    by_kernel = platform() == "gpu" and _beside_attention(cache, context) == "auto"
+    return continues_order(needs, block, context) and not by_kernel
 
 
 def _turned(cache: KVCache | PagedCache, block: LayerBlock, context: Context) -> LayerBlock:
