@@ -22,9 +22,9 @@ def carry_statistic(
     before: tuple[Float[Array, "B K S"], ...], now: Float[Array, "B K G S"], factors: tuple[Float[Array, "B K"], ...]
 ) -> Carried:
     """See :func:`kernels_pallas.carry_statistic.api.carry_statistic`."""
-    own = [x[:, :, None] for x in factors]
-    heads = tuple(joined(x, now[:, :, g], *own) for g, x in enumerate(before))
-    return Carried(jnp.stack(heads, axis=2), heads)
+    own = (x[:, :, None, None] for x in factors)
+    statistic = joined(jnp.stack(before, axis=2), now, *own)
+    return Carried(statistic, tuple(jnp.moveaxis(statistic, 2, 0)))
 
 
 def joined(before: Array, now: Array, of_before: Array, of_now: Array, over: Array) -> Array:
