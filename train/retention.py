@@ -106,7 +106,8 @@ def fading_attention(
     Example:
         >>> import jax, numpy as np
         >>> from train.retention import fading_attention
-        >>> rows, half = np.ones((1, 3, 1, 2), "f"), np.full((1, 3, 1), np.log(0.5), "f")
+        >>> rows = np.ones((1, 3, 1, 2), "f")
+        >>> half = np.full((1, 3, 1), np.log(0.5), "f")
         >>> jax.jit(fading_attention)(rows, rows, rows, half).number[0, :, 0]
         Array([1.  , 1.5 , 1.75], dtype=float32)
     """
