@@ -32,7 +32,7 @@ from kvjax._src.chains import LINKS  # noqa: E402
 from kvjax.schedule import moments  # noqa: E402
 from models import commands, files  # noqa: E402
 
-STUDIES = ("caote", "once", "budgets", "long", "fixed-memory", "questions", "slots", "ruler",
+STUDIES = ("caote", "sage", "once", "budgets", "long", "fixed-memory", "questions", "slots", "ruler",
            "ruler-block", "beyond", "allocations")  # fmt: skip
 REAL = "smollm2"  # the folder of results on a real model that belong to no study
 
