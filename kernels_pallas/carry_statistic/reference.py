@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -22,9 +23,10 @@ def carry_statistic(
     before: tuple[Float[Array, "B K S"], ...], now: Float[Array, "B K G S"], factors: tuple[Float[Array, "B K"], ...]
 ) -> Carried:
     """See :func:`kernels_pallas.carry_statistic.api.carry_statistic`."""
-    own = (x[:, :, None, None] for x in factors)
-    statistic = joined(jnp.stack(before, axis=2), now, *own)
-    return Carried(statistic, tuple(jnp.moveaxis(statistic, 2, 0)))
+    own = [x[:, :, None] for x in factors]
+    # Without a barrier all that reads the statistic would compute it anew.
+    heads = jax.lax.optimization_barrier(tuple(joined(x, now[:, :, g], *own) for g, x in enumerate(before)))
+    return Carried(jnp.stack(heads, axis=2), heads)
 
 
 def joined(before: Array, now: Array, of_before: Array, of_now: Array, over: Array) -> Array:

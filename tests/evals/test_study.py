@@ -151,14 +151,14 @@ def test_a_picture_has_forms_of_one_model_and_what_most_drawn_policies_ran_in(tm
         "cache_bytes": 2**20,
     }
     lines = [
-        {"model": "smollm2-answers", "policy": policy, "budget": None if policy == "full" else 0.25, "length": length,
+        {"model": "smollm2-documents", "policy": policy, "budget": None if policy == "full" else 0.25, "length": length,
          "scores": {"vt": "1101"}} | settings
         for policy in read.drawn
         for length in (1024, 2048)
         if policy == "full" or length == 1024
     ]  # fmt: skip
     assert study_panels.shown(read, lines) == [study_panels.Panel("adapted", "unknown", 1024)]
-    two = read._replace(forms={"adapted": ["smollm2-answers"], "both": ["smollm2-answers"] * 2})
+    two = read._replace(forms={"adapted": ["smollm2-documents"], "both": ["smollm2-documents"] * 2})
     assert {panel.form for panel in study_panels.shown(two, lines)} == {"adapted"}
     one, several = tmp_path / "one.png", tmp_path / "several.png"
     study_panels.picture(read, lines, one)
