@@ -7,7 +7,7 @@ MODEL = retriever
 POLICIES = full,streaming,h2o,h2o+caote,tova,tova+caote,snapkv(kernel=13),snapkv(kernel=13)+caote
 ifeq ($(MODEL),retriever)
 DEMO = --budgets 40,128 --when prompt --depths 5 --samples 5 --batch 5
-DEMO_SAYS = The embedded model, 850 answers on prompts of up to 1,024 tokens: about a minute on two cores.
+DEMO_SAYS = The embedded model, 850 answers on prompts of up to 1,024 tokens: one to five minutes on two cores, most of them to compile.
 DEMO_FILE = demo/needle
 else
 DEMO = --budgets 256 --when prompt --facts 5 --depths 5 --samples 4 --batch 4
