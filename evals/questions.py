@@ -164,10 +164,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--lengths", default="1000", help="tokens of a document; several by comma")
     flags.add_argument("--samples", type=count, default=4, help="documents per length")
     flags.add_argument("--facts", type=count, default=7, help="facts per document; one question more is asked")
-    flags.add_argument(
-        "--text", help="a file whose sentences stand around the facts, or a text by name, such as debian-handbook; see "
-        "`python -m papers texts` (default: built-in prose)"
-    )  # fmt: skip
+    texts.add_text_flag(flags, otherwise="built-in prose")
     add_shared_flags(flags, "out")
     flags.set_defaults(question="unknown", evict_every=0, batch=8)
 

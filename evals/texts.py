@@ -115,10 +115,10 @@ def find(name: str) -> Path:
     return file
 
 
-def add_text_flag(flags: argparse.ArgumentParser) -> None:
-    """Add the flag that :func:`read_text` reads."""
+def add_text_flag(flags: argparse.ArgumentParser, otherwise: str = "held-out sentences that ship with kvjax") -> None:
+    """Add the flag that :func:`read_text` reads; ``otherwise`` says what a command takes without it."""
     flags.add_argument(
         "--text",
         help=f"a UTF-8 file, or a text of `python -m papers texts`: {', '.join(PUBLISHED)} (with {HELD_OUT} its last "
-        "tenth, which no predictor is trained on); by default held-out sentences that ship with kvjax",
+        f"tenth, which no predictor is trained on); by default {otherwise}",
     )

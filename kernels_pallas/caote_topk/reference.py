@@ -25,7 +25,7 @@ class Kept(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """How many of a row's first and of its last tokens stay whatever they score, and the position of the next one."""
+    """Hold how many of a row's first and last tokens stay whatever they score, and the position of the next one."""
 
     sinks: Int[Array, "B"]
     recent: Int[Array, "B"]

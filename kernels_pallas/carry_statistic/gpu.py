@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -17,7 +18,9 @@ SLOTS = 1024  # of a program, at most
 
 def unsupported(before: Any, now: Any, factors: Any) -> str | None:
     """Return why the kernel can't run with these arguments, or None."""
-    return unread(("float32",), {"the new statistic": now, **{f"head {g}": x for g, x in enumerate(before)}}, {})
+    return unread(
+        ("float32",), {"statistics": now, **{f"those of head {g} before": x for g, x in enumerate(before)}}, {}
+    )
 
 
 def of_heads(before, now, factors, *, interpret):
@@ -26,7 +29,7 @@ def of_heads(before, now, factors, *, interpret):
     of_slots = pl.BlockSpec((None, S), lambda h, _: (h, 0))
     of_group = pl.BlockSpec((None, G, S), lambda h, _: (h, 0, 0))
     return pl.pallas_call(
-        _carry,
+        functools.partial(_carry, size=size),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*before, now)],
         grid=(H, pl.cdiv(S, size)),
         in_specs=[*[of_slots] * G, of_group, *[pl.BlockSpec((1,), lambda h, _: (h,))] * 3],
@@ -38,11 +41,10 @@ def of_heads(before, now, factors, *, interpret):
     )(*before, now, *factors)
 
 
-def _carry(*refs):
+def _carry(*refs, size):
     G = refs[-1].shape[0]
     before, (now, *factors), (*heads, together) = refs[:G], refs[G : G + 4], refs[G + 4 :]
     S = now.shape[1]
-    size = min(max(pl.next_power_of_2(S), 128), SLOTS)
     slot = pl.program_id(1) * size + jax.lax.broadcasted_iota(jnp.int32, (size,), 0)
     numbers = [jnp.full((size,), x[0]) for x in factors]
     for g in range(G):

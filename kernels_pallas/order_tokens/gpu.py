@@ -23,7 +23,7 @@ MOST_SLOTS = 16_384  # that one program reads: with more it takes longer than a 
 
 
 class _Seen(NamedTuple):
-    """What some slots of a head have: their ranks' number, sum, largest and least, tokens without one, positions."""
+    """Hold what some slots of a head have: number, sum, extremes of their ranks, and of tokens with and without one."""
 
     count: Any
     total: Any

@@ -37,9 +37,8 @@ class Order(NamedTuple):
 class _Seen(NamedTuple):
     """Hold what a head's ranks are: ``first`` and on, ``tokens`` in all, but for a ``gap``.
 
-    It is behind them if none is missing.
-
-    Heads are ``wrong`` where more are missing, or more than the newest token has no rank.
+    The gap is behind them if no rank is missing. Heads are ``wrong`` where several are, or where more than the newest
+    token has none.
     """
 
     first: Int[Array, "B K 1"]

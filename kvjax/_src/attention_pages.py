@@ -43,7 +43,7 @@ def observe_pages(
     """Observe a block in a paged cache, whose pages attention reads in place.
 
     Keys and values that a policy reads are copied one head at a time, as are keys that are turned before attention. A
-    policy that reads neither is asked of all heads at once, unless it continues the order of the step before.
+    policy that reads neither is asked of all heads at once, unless its order is made in a branch.
     """
     needs = Needs() if policy is None else policy.reads
     block, context = prepared(cache, block, context)

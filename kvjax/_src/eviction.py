@@ -40,8 +40,8 @@ class Evidence:
             :class:`Weights` that they are computed from.
         entered: how many tokens of each row came in with the block. A row without any loses nothing.
         protected: the slots that stay whatever their weights; None where ``scores`` mark them.
-        ends: how many of each row's first and of its last tokens stay whatever their weights: ``protected`` in numbers,
-            which are read in its place.
+        ends: which of each row's first and last tokens stay whatever their weights: ``protected`` in numbers, which are
+            read in its place.
         stays: the slots that links have marked in some heads of a layer; None where ``scores`` mark them.
         rank: the ranks of the tokens in the order of their positions, which the cache's state keeps behind an eviction;
             None for a policy that does not read the order.
@@ -64,7 +64,7 @@ class Evidence:
     scores: Float[Array, "*slots"] | Weights
     entered: Int[Array, "B"]
     protected: Bool[Array, "B K S"] | None = None
-    ends: Int[Array, "B 2"] | None = None
+    ends: Ends | None = None
     stays: Bool[Array, "B K S"] | None = None
     rank: Int[Array, "*slots"] | None = None
     measured: Float[Array, "*L B K measures"] | None = None
@@ -288,7 +288,7 @@ def _made(
     if isinstance(evidence.scores, Weights):
         value, protected, ends = jax.lax.stop_gradient(cache.value), evidence.protected, None
         if evidence.ends is not None and evidence.end is None:
-            protected, ends = None, Ends(evidence.ends[:, 0], evidence.ends[:, 1], next_position)
+            protected, ends = None, evidence.ends
         after = caote_topk_unchecked(
             evidence.scores.weights, value, position, budget, protected, **evidence.scores.kind, ends=ends,
             excess=excess, with_scores=False, value_scale=cache.value_scale,

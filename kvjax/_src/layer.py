@@ -22,7 +22,7 @@ from kvjax._src.eviction import Budget, Evidence
 from kvjax._src.moments import corrected
 from kvjax._src.observation import Context, Needs, Observation, Weights
 from kvjax._src.paged import PagedCache
-from kvjax._src.policy import Policy, join_heads, mark_protected, scores_of_weights, update_scores
+from kvjax._src.policy import Policy, ends_of, join_heads, mark_protected, scores_of_weights, update_scores
 from kvjax._src.projection import part_of
 from kvjax._src.split_cache import Cache
 from kvjax._src.topk import summed
@@ -251,7 +251,7 @@ def ask(
         scores,
         entered=entered,
         protected=observation.protected,
-        ends=jnp.stack(jnp.broadcast_arrays(*policy.protected(budget), entered)[:2], axis=1).astype(jnp.int32),
+        ends=ends_of(policy, observation),
         stays=stays,
         rank=None if order is None else order.rank,
         measured=None if measure is None else measure(observation),

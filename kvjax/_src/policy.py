@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from kernels_pallas.caote_topk.reference import errors_of_scores
+from kernels_pallas.caote_topk.reference import Ends, errors_of_scores
 from kvjax._src.cache import Positions
 from kvjax._src.checks import plain
 from kvjax._src.merging import Merging
@@ -318,13 +318,16 @@ def scores_of_weights(
     return errors if protected is None else jnp.where(protected, jnp.inf, errors)
 
 
+def ends_of(policy: Policy, observation: Observation) -> Ends:
+    """Return how many of each row's first and last tokens the policy always keeps."""
+    rows, counts = observation.next_position.shape, policy.protected(observation.budget)
+    sinks, recent = (jnp.broadcast_to(jnp.asarray(x, jnp.int32), rows) for x in counts)
+    return Ends(sinks, recent, observation.next_position)
+
+
 def mark_protected(policy: Policy, observation: Observation) -> Observation:
     """Return the observation with ``protected`` filled in: the first and last tokens that the policy always keeps."""
-    sinks, recent = policy.protected(observation.budget)
-    position = observation.position
-    oldest_recent = observation.next_position - recent
-    stays = (position < jnp.reshape(sinks, (-1, 1, 1))) | (position >= jnp.reshape(oldest_recent, (-1, 1, 1)))
-    return observation._replace(protected=stays & observation.live)
+    return observation._replace(protected=ends_of(policy, observation).hold(observation.position))
 
 
 def _larger(a: Any, b: Any) -> Any:
