@@ -13,7 +13,8 @@ The mean Kullback-Leibler divergence of each token's distribution from the dense
 It measures the change of the whole distribution, not only of the token that came, and is 0 where nothing is lost.
 
 Intervals are over chunks. Each line is compared with the dense model, which reads everything, selections are compared
-with the predictor, and a policy with CAOTE with the same policy without it.
+with the predictor, and a policy with CAOTE with the same policy without it: is its perplexity larger, and are its
+distributions farther from the dense model's?
 """
 
 from __future__ import annotations
@@ -239,31 +240,43 @@ def measure_policies(
 
 
 def compare(results: Sequence[dict[str, Any]], against: str = PREDICTOR) -> list[dict[str, Any]]:
-    """Compare each selection's perplexity with that of ``against`` at the same sparsity, by paired chunks."""
+    """Compare each selection's perplexity, and KL, with that of ``against`` at the same sparsity, by paired chunks."""
     others = {r["sparsity"]: r for r in results if r["select"] == against}
     compared = []
     for r in results:
         other = others.get(r["sparsity"])
         if other is None or r["select"] in (against, "full") or not r["sparsity"]:
             continue
-        compared.append({"select": r["select"], "against": against, "sparsity": r["sparsity"], **_larger(r, other)})
+        compared.append({"select": r["select"], "against": against, "sparsity": r["sparsity"], **_apart(r, other)})
     return compared
 
 
 def compare_policies(results: Sequence[dict[str, Any]], against: str = run_settings.RECENCY) -> list[dict[str, Any]]:
-    """Compare the perplexity of each policy with those of :func:`evals.report.pairs`, by paired chunks."""
+    """Compare the perplexity, and KL, of each policy with those of :func:`evals.report.pairs`, by paired chunks."""
     compared = []
     for r, other in report.pairs(results, against):
         told = {name: r[name] for name in ("budget", "when", "evicts")}
-        compared.append({"policy": r["policy"], "against": other["policy"], **told, **_larger(r, other)})
+        compared.append({"policy": r["policy"], "against": other["policy"], **told, **_apart(r, other)})
     return compared
 
 
-def _larger(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    apart = np.array(one["by_chunk"]) - np.array(other["by_chunk"])
-    increase, low, high = _ratio(apart, less=1)
-    larger = "one chunk" if low is None or high is None else statistics.verdict(low, high)
-    return {"increase": increase, "low": low, "high": high, "larger": larger}
+def _apart(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Compare two lines: is the one's perplexity larger, and are its distributions farther from the dense model's?"""
+    losses, divergences = (np.array(one[name]) - np.array(other[name]) for name in ("by_chunk", "kl_by_chunk"))
+    increase, low, high = _ratio(losses, less=1)
+    farther, nearest, farthest = statistics.mean_interval(divergences.tolist())
+    if low is None or high is None:
+        return {"increase": increase, "low": None, "high": None, "kl_difference": farther, "larger": "one chunk"}
+    return {
+        "increase": increase,
+        "low": low,
+        "high": high,
+        "kl_difference": farther,
+        "kl_low": nearest,
+        "kl_high": farthest,
+        "larger": statistics.verdict(low, high),
+        "farther": statistics.verdict(nearest, farthest),
+    }
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
@@ -285,8 +298,9 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 
 
 def ratio_table(comparisons: Sequence[dict[str, Any]]) -> str:
-    """Return a table of how much larger each perplexity is than that of the one it is compared with."""
-    return report.comparison_table(comparisons, report.figure("perplexity", "increase", "+.2%"))
+    """Return a table of how much larger each perplexity, and KL, is than that of the one it is compared with."""
+    divergence = report.figure("KL", "kl_difference", "+.4f", "kl_low", "kl_high")
+    return report.comparison_table(comparisons, [*report.figure("perplexity", "increase", "+.2%"), *divergence])
 
 
 def perplexity_lines(

@@ -103,7 +103,7 @@ def comparison_table(comparisons: Sequence[dict[str, Any]], figures: Sequence[tu
     """Return a table of comparisons, such as :func:`compare` makes: labels, figures, verdict."""
     names = labels(comparisons)
     verdict: list[tuple[str, Cell]] = [
-        (name, f"{{{name}}}") for name in ("better", "larger") if any(name in line for line in comparisons)
+        (name, f"{{{name}}}") for name in ("better", "larger", "farther") if any(name in line for line in comparisons)
     ]
     return table(comparisons, [*names, *figures, *verdict], left=len(names))
 

@@ -82,14 +82,15 @@ def test_once_needs_last_tokens_that_come_behind(tiny):
 
 
 def test_caote_is_compared_with_the_same_policy_without_it():
-    def row(policy, budget, losses):
-        return {"policy": policy, "budget": budget, "when": "block", "evicts": ["block", 0], "by_chunk": losses}
+    def row(policy, budget, losses, divergences):
+        at = {"budget": budget, "when": "block", "evicts": ["block", 0]}
+        return {"policy": policy, **at, "by_chunk": losses, "kl_by_chunk": divergences}
 
-    rows = perplexity.compare_policies(
-        [row("h2o", 64, [1.0, 2.0]), row("h2o+caote", 64, [0.9, 1.9]), row("h2o+caote", 128, [1.0, 1.0])]
-    )
+    without, other = row("h2o", 64, [1.0, 2.0], [0.3, 0.5]), row("h2o+caote", 128, [1.0, 1.0], [0.0, 0.0])
+    rows = perplexity.compare_policies([without, row("h2o+caote", 64, [0.9, 1.9], [0.2, 0.4001]), other])
     assert [(r["policy"], r["against"], r["budget"]) for r in rows] == [("h2o+caote", "h2o", 64)]
     assert rows[0]["increase"] == pytest.approx(np.exp(-0.1) - 1)
+    assert (rows[0]["kl_difference"], rows[0]["farther"]) == (pytest.approx(-0.09995), "no")
 
 
 @pytest.mark.matrix
@@ -113,7 +114,7 @@ def test_rows_hold_the_dense_model_each_selection_and_intervals(tiny):
 
 def test_comparisons_are_paired_with_the_predictor_at_the_same_sparsity():
     def row(select, sparsity, losses):
-        return {"select": select, "sparsity": sparsity, "by_chunk": losses}
+        return {"select": select, "sparsity": sparsity, "by_chunk": losses, "kl_by_chunk": [0.1] * len(losses)}
 
     like, worse, other = [1.0, 2.0] * 3, [1.2, 2.2] * 3, [0.9, 2.1] * 3
     given = [row(select, sparsity, like) for select in ("full", "butler", "h2o") for sparsity in (0.0, 0.5)]
