@@ -155,7 +155,7 @@ def moments(policy: Policy | None, when: When, evict_every: int | None) -> tuple
         evict_every: the number of decode steps between evictions, 0 for never. By default the paper's for "published";
             else the paper's where that is several steps, or the length of the policy's observation window, by whose
             queries it scores, or 1 without either; 64 where the model repeats blocks, and 0 where it repeats its prompt
-            once.
+            once. Links behind the score change nothing.
 
     Example:
         >>> import kvjax
@@ -179,8 +179,9 @@ def moments(policy: Policy | None, when: When, evict_every: int | None) -> tuple
             raise ValueError(f"no paper says when {policy.name!r} evicts; give when='block' or when='prompt'.")
         return policy.published.prompt, policy.published.decode if evict_every is None else evict_every
     usual = policy.reads.window or 1
-    if policy.published is not None and policy.published.decode > 1:
-        usual = policy.published.decode
+    score = policy.links[0] if policy.links else policy
+    if score.published is not None and score.published.decode > 1:
+        usual = score.published.decode
     if wanted is not None:
         usual = REPEATED_STEPS if when == "block" else 0
     return when, usual if evict_every is None else evict_every

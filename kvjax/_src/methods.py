@@ -221,14 +221,21 @@ def simlayerkv(
 def gate() -> Policy:
     """Keep what a trained gate scores highest: for a model that has one, any question later, one reading.
 
-    It is ``zap+protect(sinks=4,recent=0.02)``, as Fast KVzip (arXiv 2601.17668) evicts.
+    It is ``zap+protect(sinks=4,recent=0.02)``, as Fast KVzip (arXiv 2601.17668) evicts: after each block of the prompt,
+    and in decode after every 128 tokens, for which each head has slots beside its budget. New tokens stay that long
+    whatever they score, without which a text is predicted much worse; its authors' code protects the newest 128 even
+    then.
 
     Example:
         >>> import kvjax
+        >>> from kvjax.schedule import moments
         >>> kvjax.protected("gate", 1000)
         (4, 20)
+        >>> moments(kvjax.parse("gate+caote"), "block", None)
+        ('block', 128)
     """
-    return _method("gate", chain(zap(), protect(sinks=4, recent=0.02)))
+    published = Timing("block", 128, "arXiv 2601.17668, its authors' code: in decode, when a buffer of 128 is full")
+    return _method("gate", chain(zap(), protect(sinks=4, recent=0.02)), published)
 
 
 @register

@@ -113,6 +113,12 @@ def test_decode_waits_as_long_as_a_repetition_takes(name, every):
     assert moments(kvjax._src.chains.policy_of(name), "block", None)[1] == every
 
 
+@pytest.mark.parametrize("link", ["", "+normalise+caote", "+normalise+moments"])
+@pytest.mark.parametrize(("score", "every"), [("rkv", 128), ("gate", 128), ("snapkv", 32), ("h2o", 1)])
+def test_in_decode_a_score_sets_the_moments_of_its_chain(score, link, every):
+    assert moments(kvjax.parse(score + link), "block", None) == ("block", every)
+
+
 def test_unrepeated_tokens_are_in_the_order_of_the_text():
     """Slots hold them in any order; 0 is the score of a token that was not repeated, and -1 of a free slot's place."""
     position = np.array([[5, 2, -1, 3, 4], [0, 1, 2, -1, -1]])
