@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import math
 import sys
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import scipy.stats
 
 DOCS = Path(__file__).resolve().parent
 RESULTS = DOCS / "results"
@@ -25,7 +27,7 @@ sys.path.insert(0, str(DOCS.parent))
 
 from docs import study_pages  # noqa: E402
 from docs.study_pages import markdown  # noqa: E402
-from evals import statistics, studies, study, study_panels  # noqa: E402
+from evals import claims, statistics, studies, study, study_panels  # noqa: E402
 from evals.run_settings import RECENCY, full_name  # noqa: E402
 from kvjax._src import former_names  # noqa: E402
 from kvjax._src.chains import LINKS  # noqa: E402
@@ -347,13 +349,55 @@ def growth(r: Mapping[str, Any], full: Mapping[str, Any]) -> str:
     return f"{mean}% [{low}, {high}]"
 
 
+# How a perplexity, or a divergence, is told: by windows, what it is, and how a link changes it.
+TOLD = {
+    "by_chunk": ("{increase:+.1%}", "{increase:+.1%}", "[{low:+.1%}, {high:+.1%}]"),
+    "kl_by_chunk": ("{kl:.3f}", "{kl_difference:+.4f}", "[{kl_low:+.4f}, {kl_high:+.4f}]"),
+}
+
+
+def links_gain(file: str, links: Sequence[str]) -> str:
+    """Make the table of what links behind scores change: the perplexity, and the divergence from the full cache.
+
+    What is beyond noise is bold: by a t-test over windows, corrected for the number of the table's comparisons (Holm).
+    """
+    data = read(file)
+    found, settings = {r["policy"]: r for r in data["policies"]}, data["settings"]
+    bases = [name for name in found if name != RECENCY and not any(link in name for link in links)]
+    compared = {(c["policy"], c["against"]): c for c in data["policy_comparisons"]}
+    chances = {}
+    for base, field, link in itertools.product(bases, TOLD, links):
+        change = np.subtract(found[claims.adding(link, base)][field], found[base][field])
+        chances[base, field, link] = float(scipy.stats.ttest_1samp(change, 0).pvalue)
+    corrected = dict(zip(chances, claims.holm(list(chances.values())), strict=True))
+    lines = []
+    for base in bases:
+        line = [f"`{base}`"]
+        for field, (own, change, interval) in TOLD.items():
+            line.append(own.format(**found[base]))
+            for link in links:
+                form = f"**{change}**" if corrected[base, field, link] < claims.LEVEL else change
+                line.append(f"{form}<br>{interval}".format(**compared[claims.adding(link, base), base]))
+        lines.append(line)
+    named, text = [f"`+{link}`" for link in links], settings["text"].replace("-", " ").title()
+    return (
+        f"{data['chunks']} windows of {settings['chunk']:,} tokens of the {text}, "
+        f"of which the last {settings['stride']} count, with {float(settings['budgets']):.0%} of the tokens "
+        f"([{Path(file).name}]({file})). Perplexity: how much it is above the full cache's; KL: the divergence from "
+        "its predictions, in nats. Then what a link changes, with 95% intervals; bold: beyond noise among all of the "
+        f"table (Holm).\n\n{markdown(('score', 'perplexity', *named, 'KL', *named), lines)}"
+    )
+
+
 def parts_of(page: str) -> dict[str, Callable[[], str]]:
-    """Return what makes the parts of a page: functions of this file, with the arguments that docs/tables.toml has."""
+    """Return what makes the parts of a page: functions of this file, with the arguments that docs/tables.toml has.
+
+    A study's page has its own parts, too.
+    """
     study = page.removeprefix("results/").removesuffix(".md")
-    if study in STUDIES:
-        return study_parts(study)
-    listed = {name: entry if isinstance(entry, list) else [entry] for name, entry in PAGES[page].items()}
-    return {name: functools.partial(globals()[function], *given) for name, (function, *given) in listed.items()}
+    own = study_parts(study) if study in STUDIES else {}
+    listed = {name: entry if isinstance(entry, list) else [entry] for name, entry in PAGES.get(page, {}).items()}
+    return own | {name: functools.partial(globals()[function], *given) for name, (function, *given) in listed.items()}
 
 
 def page_text(page: str) -> str:
@@ -377,7 +421,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(check: bool) -> None:
-    pages = (*PAGES, *(f"results/{name}.md" for name in STUDIES))
+    pages = dict.fromkeys((*PAGES, *(f"results/{name}.md" for name in STUDIES)))
     made: dict[str, Callable[[], str]] = {page: functools.partial(page_text, page) for page in pages}
     for name in STUDIES:
         made |= study_files(name)

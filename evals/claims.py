@@ -105,7 +105,7 @@ def better(low: float, high: float) -> str:
     return HOLDS if low > 0 else FAILS if high < 0 else NOISE
 
 
-def _adding(link: str, policy: str) -> str:
+def adding(link: str, policy: str) -> str:
     """Return a policy with a link added behind what scores, before what protects and before the allocation."""
     whole = kvjax.parse(policy)
     base = kvjax.parse(whole.chain_name)
@@ -146,9 +146,7 @@ def _of_entry(entry: Mapping[str, Any], names: Mapping[str, str]) -> list[Claim]
     pairs: Iterable[tuple[str, str, str]]
     if kinds[0]:
         link = entry["link"]
-        pairs = [
-            (_adding(link, base), base, f"{names.get(link, link)} improves {called(base)}") for base in entry["to"]
-        ]
+        pairs = [(adding(link, base), base, f"{names.get(link, link)} improves {called(base)}") for base in entry["to"]]
     else:
         both = itertools.product(entry["policies"], entry["over"])
         pairs = [

@@ -115,7 +115,8 @@ class Options:
             "published" evicts as in the policy's paper; see :class:`kvjax.Timing`. Under "block", ``kvzip`` has the
             model repeat each block as it comes in (:func:`with_repeat_prompt`).
         evict_every: evict in decode at every step (1), every n steps (n more slots per head), or never (0). By default
-            at every step, but for a policy that observes a window of n queries every n steps, by all their queries.
+            as the policy's paper does where that is every few steps (``gate``: 128); for a policy that observes a
+            window of n queries every n steps, by all their queries; else at every step.
         select: instead of a policy, the source that chooses the tokens that a decode step reads: a source of
             ``kvjax.sources`` or its short name, such as "oracle" or "quest(page_size=16)". Nothing is
             evicted, the prompt and layer 0 are dense, and in the other layers each query head reads ``budget`` tokens
