@@ -383,9 +383,9 @@ def links_gain(file: str, links: Sequence[str]) -> str:
     return (
         f"{data['chunks']} windows of {settings['chunk']:,} tokens of the {text}, "
         f"of which the last {settings['stride']} count, with {float(settings['budgets']):.0%} of the tokens "
-        f"([{Path(file).name}]({file})). Perplexity: how much it is above the full cache's; KL: the divergence from "
-        "its predictions, in nats. Then what a link changes, with 95% intervals; bold: beyond noise among all of the "
-        f"table (Holm).\n\n{markdown(('score', 'perplexity', *named, 'KL', *named), lines)}"
+        f"([{Path(file).name}]({file})). Perplexity: above the full cache's; KL: the divergence from its "
+        "predictions, in nats. Then what a link changes, with 95% intervals; bold: beyond noise among all of the table "
+        f"(Holm).\n\n{markdown(('score', 'perplexity', *named, 'KL', *named), lines)}"
     )
 
 

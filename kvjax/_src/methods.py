@@ -223,8 +223,8 @@ def gate() -> Policy:
 
     It is ``zap+protect(sinks=4,recent=0.02)``, as Fast KVzip (arXiv 2601.17668) evicts: after each block of the prompt,
     and in decode after every 128 tokens, for which each head has slots beside its budget. New tokens stay that long
-    whatever they score, without which a text is predicted much worse; its authors' code protects the newest 128 even
-    then.
+    whatever they score, without which a text is predicted much worse. Its authors' code protects more of the newest: 2%
+    of the prompt, not of the budget, and 128 in decode.
 
     Example:
         >>> import kvjax
