@@ -263,10 +263,10 @@ def compare_policies(results: Sequence[dict[str, Any]], against: str = run_setti
 def _apart(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     """Compare two lines: is the one's perplexity larger, and are its distributions farther from the dense model's?"""
     losses, divergences = (np.array(one[name]) - np.array(other[name]) for name in ("by_chunk", "kl_by_chunk"))
+    several = len(losses) > 1
     increase, low, high = _ratio(losses, less=1)
-    farther, nearest, farthest = statistics.mean_interval(divergences.tolist())
-    if low is None or high is None:
-        return {"increase": increase, "low": None, "high": None, "kl_difference": farther, "larger": "one chunk"}
+    farther, *bounds = statistics.mean_interval(divergences.tolist())
+    nearest, farthest = bounds if several else (None, None)
     return {
         "increase": increase,
         "low": low,
@@ -274,9 +274,13 @@ def _apart(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
         "kl_difference": farther,
         "kl_low": nearest,
         "kl_high": farthest,
-        "larger": statistics.verdict(low, high),
-        "farther": statistics.verdict(nearest, farthest),
+        "larger": _verdict(low, high),
+        "farther": _verdict(nearest, farthest),
     }
+
+
+def _verdict(low: float | None, high: float | None) -> str:
+    return "one chunk" if low is None or high is None else statistics.verdict(low, high)
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
