@@ -53,6 +53,7 @@ if TYPE_CHECKING:
         tova,
         zap,
     )
+    from kvjax._src.sampling import sample
     from kvjax._src.scores_of_generations import rkv, triattention, trimkv
     from kvjax._src.scores_of_keys import curdkv, key_norm, keydiff, lagkv, q_filters
     from kvjax._src.scores_of_last_queries import defensive, restkv
@@ -181,6 +182,7 @@ __all__ = [
     "rkv",
     "rotate",
     "sage",
+    "sample",
     "save_cache",
     "schedule",
     "score",

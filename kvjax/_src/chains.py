@@ -166,6 +166,8 @@ def _chain(links: tuple[Policy, ...]) -> Policy:
     if chosen["positions"] != "absolute" and needs.text_positions:
         wanted = f"{name!r} needs keys that are rotated at their positions in the text"
         raise ValueError(f"{wanted}; leave the link 'positions' out.")
+    if mergings and mergings[0].weigh is not None:
+        _check_sampled(name, links, needs, chosen["heads"])
 
     def init(B: int, K: int, G: int, S: int, D: int) -> PyTree:
         return tuple(link.init(B, K, G, S, D) for link in links)
@@ -221,6 +223,24 @@ def _check_errors(name: str, links: tuple[Policy, ...], needs: Needs) -> None:
         raise ValueError(f"{name!r}: {readers[0]!r} reads attention, but the base score errors; leave one out.")
 
 
+def _check_sampled(name: str, links: tuple[Policy, ...], needs: Needs, heads: str) -> None:
+    """Check that the link which draws the tokens that stay has the last word, and that its scores are a token's own."""
+    names = [link.name for link in links]
+    place = next(i for i, link in enumerate(links) if link.merging is not None)
+    own, what = repr(names[place]), None
+    if later := [link.name for link in links[place + 1 :] if link.update is not unchanged]:
+        what = f"{later[0]!r} changes scores behind {own}, by which tokens are drawn; put it before"
+    elif heads == "layer":
+        what = f"{own} draws for each head, but the heads of a layer share their tokens; take heads='group'"
+    elif needs.errors is not None or needs.statistics - _LINEAR:
+        what = f"{own} needs scores that are linear in attention; take another score, such as 'h2o' or 'snapkv'"
+    if what is not None:
+        raise ValueError(f"{name!r}: {what}.")
+
+
+_LINEAR = frozenset({"sum", "last", "max", "window_mean", "window_max", "window_place", "scaled_max"})  # in the weights
+
+
 def parse(name: str) -> Policy:
     """Return the policy that a short name stands for, as command lines write it.
 
@@ -266,7 +286,7 @@ def policy_of(policy: Policy | str | None) -> Policy | None:
 _HOW = "write it like 'snapkv(window=16)+caote+protect(sinks=4)' or 'h2o+caote@layer'"
 
 
-_BUILT_IN = "transforms scores caote scores_of_last_queries methods scores_of_generations scores_of_keys"
+_BUILT_IN = "transforms sampling scores caote scores_of_last_queries methods scores_of_generations scores_of_keys"
 LINKS = makers("policy", "kvjax.policies", Policy, tuple(f"kvjax._src.{name}" for name in _BUILT_IN.split()))
 
 

@@ -24,6 +24,7 @@ from kvjax._src.observation import Context, Needs, Observation, Weights
 from kvjax._src.paged import PagedCache
 from kvjax._src.policy import Policy, ends_of, join_heads, mark_protected, scores_of_weights, update_scores
 from kvjax._src.projection import part_of
+from kvjax._src.sampling import own_share
 from kvjax._src.split_cache import Cache
 from kvjax._src.topk import summed
 from kvjax._src.window import join, observed
@@ -235,8 +236,9 @@ def ask(
         columns = _of_live(here, columns)
     of_cache = here.key, here.value, here.position, here.next_position
     own = dataclasses.replace(context, implementation=how)  # that of what links run
+    weighs = policy.merging is not None and policy.merging.weigh is not None
     observation = Observation(
-        columns, block.query, block.position, *of_cache, budget, head=head, context=own, order=order,
+        own_share(columns, here.bias) if weighs else columns, block.query, block.position, *of_cache, budget, head=head, context=own, order=order,
         left=None if context.sink_logits is None or policy.needs.errors is not None else _left(columns, entered),
     )  # fmt: skip
     # The choice of the tokens that stay is not differentiable: gradients flow through attention alone.

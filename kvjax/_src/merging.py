@@ -45,7 +45,7 @@ class Head(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Merging:
-    """Name a way of merging what leaves: into the values that stay, or into the policy's state.
+    """Name a way of merging what leaves: into the values that stay, their biases, or the policy's state.
 
     Two of the same name and parameters are equal.
 
@@ -53,6 +53,8 @@ class Merging:
         fold: returns a head's new values, and which slots they are new in; None where values stay.
         biased: whether the cache has a bias per slot, of which ``fold`` returns the new ones as well.
         absorb: (state, keys and values that leave all heads, which of them are there) -> the new state.
+        weigh: (state, slots whose tokens leave, biases) -> the new biases. Statistics that such a policy observes are
+            those of the tokens themselves, without the biases.
     """
 
     name: str
@@ -60,6 +62,7 @@ class Merging:
     parameters: tuple[int | float, ...] = ()
     biased: bool = False
     absorb: Callable[[Any, Array, Array, Array], Any] | None = dataclasses.field(default=None, compare=False)
+    weigh: Callable[[Any, Array, Array], Array] | None = dataclasses.field(default=None, compare=False)
 
 
 @jax.tree_util.register_dataclass
@@ -109,7 +112,10 @@ def _folded_layer[Part: Any](
     here = cache.layer(layer) if cache.paged else cache
     if merging.biased and here.bias is None:
         raise ValueError(f"{merging.name!r} fits biases, but the cache has none; make it with kvjax.empty_cache.")
-    wide, gone = floats_of(here), (before >= 0) & (after < 0)
+    gone = (before >= 0) & (after < 0)
+    if merging.weigh is not None:
+        return _with_entries(cache, {"bias": merging.weigh(here.state, gone, here.bias)}, layer)
+    wide = floats_of(here)
     S = before.shape[-1]
     count = jnp.arange(1, 1 + (S if most is None else min(most, S)), dtype=jnp.int32)
     key, value = (jnp.where((before >= 0)[..., None], x.astype(jnp.float32), 0) for x in (wide.key, wide.value))
@@ -136,10 +142,14 @@ def _folded_layer[Part: Any](
         return jnp.where(new.reshape(*new.shape, *(1,) * (old.ndim - new.ndim)), stored, old)
 
     names = [name for name in here.entries if name.startswith(("value", "bias"))]
-    written = {name: put(stored[name], here.entries[name]) for name in names}
+    return _with_entries(cache, {name: put(stored[name], here.entries[name]) for name in names}, layer)
+
+
+def _with_entries[Part: Any](cache: Part, new: dict[str, Array], layer: int | Int[Array, ""] | None) -> Part:
+    """Return a cache with some of a layer's entries replaced, which are laid out in slots."""
     if cache.paged:
-        written = {name: cache.write_layer(cache.entries[name], own, layer) for name, own in written.items()}
-    return dataclasses.replace(cache, entries=cache.entries | written)
+        new = {name: cache.write_layer(cache.entries[name], own, layer) for name, own in new.items()}
+    return dataclasses.replace(cache, entries=cache.entries | new)
 
 
 def _with_state[Part: Any](cache: Part, new: Any, layer: int | Int[Array, ""] | None) -> Part:

@@ -283,9 +283,8 @@ def blank(spec: CacheSpec) -> Cache | LayerCaches:
             return pages.with_bias() if biased else pages
         if spec.recurrent:
             raise ValueError(ONE_DEVICE)
-        if biased:
-            raise ValueError("a policy that fits biases keeps its pages on one device: leave the mesh out.")
-        return SplitCache.init(mesh=mesh, **given)
+        split = SplitCache.init(mesh=mesh, **given)
+        return split.map(lambda part: part.with_bias()) if biased else split
 
     def layer(slots: int, heads: tuple[int, int]) -> KVCache:
         shape, dim = (spec.batch, heads[0], slots), heads[1]

@@ -176,7 +176,7 @@ class Policy:
 
 
 def fits_biases(policy: Policy | None) -> bool:
-    """Return whether a policy's cache has a bias per slot, which its evictions fit."""
+    """Return whether a policy's cache has a bias per slot, which its evictions set."""
     return policy is not None and policy.merging is not None and policy.merging.biased
 
 

@@ -824,14 +824,16 @@ def random(*, seed: int = 0) -> Policy:
     """
     check_number("random", "seed", seed, 0, 2**32 - 1, "an int in [0, 2**32)")
 
-    def score(o: Observation) -> Scores:
-        head = jnp.arange(o.position.shape[1]) if o.head is None else o.head
-        head = head.astype(jnp.uint32)[None, :, None]
-        layer = jnp.asarray(o.layer, jnp.uint32)
-        mixed = mix_bits(jnp.uint32(seed) ^ mix_bits(layer ^ mix_bits(head ^ mix_bits(o.position.astype(jnp.uint32)))))
-        return (mixed >> 8).astype(jnp.float32)[:, :, None] / 2**24
+    return base_score("random", lambda o: drawn(o, seed)[:, :, None])
 
-    return base_score("random", score)
+
+def drawn(o: Observation, seed: int) -> Float[Array, "B K S"]:
+    """Return a number in [0, 1) for each slot, drawn once per token, layer and head: a multiple of 2**-24."""
+    head = jnp.arange(o.position.shape[1]) if o.head is None else o.head
+    head = head.astype(jnp.uint32)[None, :, None]
+    layer = jnp.asarray(o.layer, jnp.uint32)
+    mixed = mix_bits(jnp.uint32(seed) ^ mix_bits(layer ^ mix_bits(head ^ mix_bits(o.position.astype(jnp.uint32)))))
+    return (mixed >> 8).astype(jnp.float32) / 2**24
 
 
 def mix_bits(x: UInt[Array, "*shape"]) -> UInt[Array, "*shape"]:

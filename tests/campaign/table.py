@@ -40,7 +40,7 @@ LINKS_OF = {
     **dict.fromkeys(("pool", "chunks", "normalise"), "shape"),
     **dict.fromkeys(("critical", "protect"), "order"),
     "positions": "turned",
-    **dict.fromkeys(("merge", "cam", "match", "moments"), "merged"),
+    **dict.fromkeys(("merge", "cam", "match", "moments", "sample"), "merged"),
 }
 ALLOCATIONS_OF = {
     "uniform": "even",

@@ -250,7 +250,7 @@ def rewound(case: Case, _: str) -> Outcome:
 def _learns_nothing(policy: str) -> bool:
     """Return whether a policy remembers of the text nothing but its last queries."""
     case = Case(policy=policy)
-    learning = {"critical", "cam", "match", "moments"} & {link.partition("(")[0] for link in case.links}
+    learning = {"critical", "cam", "match", "moments", "sample"} & {link.partition("(")[0] for link in case.links}
     return (
         case.base in ("rkv", "restkv", "defensive")
         and not learning

@@ -199,6 +199,7 @@ class _Model:
         self.key = np.zeros((L, K, room, D))  # as the last block's queries met them
         self.weights: list[np.ndarray] = []
         self.errors = None if policy is None else policy.errors
+        self.weighs = policy is not None and policy.weighs
         self.corrects = policy is not None and any(link.corrects for link in policy.links)
         self.noticed: list[np.ndarray] = []  # what a policy sees of the last block: its attention, or squared changes
         self.rounding = np.zeros((L, K, room))  # what float32 may be off by in the changes
@@ -267,7 +268,7 @@ class _Model:
             self.sampled[layer][:, :, at], self.since[layer][at] = of_16_bits(query / math.sqrt(D)), at + 1
             weights = softmax(np.where(visible[:, None], scores, -np.inf))
             self.weights.append(weights)
-            noticed = weights
+            noticed = weights * np.exp(-self.bias[layer][:, None, None, :P]) if self.weighs else weights
             if self.errors is not None:
                 noticed, off = self.changes(layer, weights)
                 self.rounding[layer][:, :P] = off
@@ -494,7 +495,8 @@ class _Model:
             gone = np.flatnonzero(before[layer, k] & ~kept)
             value = self.value[layer, k, :P].copy()
             samples = self.sampled[layer, k, :, :P], self.since[layer, :P], self.bias[layer, k, :P]
-            merged = policy.merged(Leaving(key, value, received, gone, np.flatnonzero(kept), self.choices, *samples))
+            others = np.flatnonzero(kept), self.choices, *samples, k, self.memory[layer]
+            merged = policy.merged(Leaving(key, value, received, gone, *others))
             if isinstance(merged, tuple):
                 merged, self.bias[layer, k, :P] = merged
             new = np.flatnonzero((merged != value).any(axis=-1))

@@ -70,6 +70,8 @@ class Leaving(NamedTuple):
     sampled: np.ndarray  # [G, P, D], a query beside each token, times the scale
     since: np.ndarray  # [P], the first position that it does not see
     bias: np.ndarray  # [P]
+    head: int
+    memory: dict  # what the layer's links remember
 
 
 class Link(NamedTuple):
@@ -93,6 +95,7 @@ class Link(NamedTuple):
     merged: Callable[[Leaving], np.ndarray | tuple[np.ndarray, np.ndarray]] | None = None
     pseudo: tuple[int, str] | None = None  # how many of the prompt's "last" or "first" tokens follow it, for a moment
     corrects: bool = False  # whether attention counts evicted tokens by their moments
+    weighs: bool = False  # whether a token that stays counts for several, and scores see its own attention
     whole: bool = False  # whether scores are whole numbers, which float32 does not round
 
 
@@ -130,6 +133,11 @@ class Policy(NamedTuple):
     def merged(self) -> Callable[[Leaving], np.ndarray | tuple[np.ndarray, np.ndarray]] | None:
         """Return what becomes of a head's values in an eviction, None where they stay as they are."""
         return next((link.merged for link in self.links if link.merged is not None), None)
+
+    @property
+    def weighs(self) -> bool:
+        """Tell whether tokens that stay count for several, and scores see what one of them gets."""
+        return any(link.weighs for link in self.links)
 
     @property
     def whole(self) -> bool:
@@ -689,18 +697,18 @@ def triattention(*, file: str, future: int = 65536) -> Link:
 
 def random(*, seed: int = 0) -> Link:
     """A number for each token, head and layer: MurmurHash3's finaliser over the three, the upper 24 bits of it."""
+    return Link(lambda _, seen: _drawn(seen, seed)[:, None])
 
+
+def _drawn(seen: Seen, seed: int) -> np.ndarray:
     def mix(x: int) -> int:
         x = (x ^ (x >> 16)) * 0x85EBCA6B % 2**32
         x = (x ^ (x >> 13)) * 0xC2B2AE35 % 2**32
         return x ^ (x >> 16)
 
-    def score(_: Scores, seen: Seen) -> Scores:
-        K, P = seen.kept.shape
-        hashes = [[mix(seed ^ mix(seen.layer ^ mix(k ^ mix(p)))) for p in range(P)] for k in range(K)]
-        return np.array(hashes)[:, None] // 256 / 2**24
-
-    return Link(score)
+    K, P = seen.kept.shape
+    hashes = [[mix(seed ^ mix(seen.layer ^ mix(k ^ mix(p)))) for p in range(P)] for k in range(K)]
+    return np.array(hashes) // 256 / 2**24
 
 
 # --- what changes scores ---------------------------------------------------------------------------------------------
@@ -825,6 +833,30 @@ def moments() -> Link:
     return Link(score, corrects=True)
 
 
+def sample(*, power: float = 1.5, seed: int = 0) -> Link:
+    """Of the largest s ** power / u; what stays with the probability p counts 1 / p times (Duffield, Lund, Thorup)."""
+
+    def score(scores: Scores, seen: Seen) -> Scores:
+        mean = scores.mean(axis=1)
+        weight = np.clip(power * np.log(np.maximum(mean, np.finfo(np.float32).tiny)), -60, 60)
+        priority = weight - np.log(_drawn(seen, seed) + 2.0**-25)
+        # Both sides of a choice may be off; a score that is near 0 by rounding may be any number below its noise.
+        off = power * seen.noise / np.maximum(mean, np.finfo(np.float32).tiny) + 1e-6 * abs(priority)
+        seen.noise[:] = np.exp(np.minimum(priority + off, 80)) - np.exp(priority)
+        seen.memory["sample"] = weight, np.where(seen.protected, np.inf, priority)
+        return np.exp(priority)[:, None]
+
+    def merged(head: Leaving) -> tuple[np.ndarray, np.ndarray]:
+        weight, priority = (x[head.head] for x in head.memory["sample"])
+        bias, tested = head.bias.copy(), head.gone[np.isfinite(priority[head.gone])]
+        threshold = priority[tested].max(initial=-np.inf)
+        stays = head.kept[np.isfinite(priority[head.kept]) & (priority[head.kept] > threshold)]
+        bias[stays] = np.maximum(bias[stays], threshold - weight[stays])
+        return head.value, bias
+
+    return Link(score, merged=merged, weighs=True)
+
+
 def expected(key: np.ndarray, value: np.ndarray, vectors: np.ndarray) -> np.ndarray:
     """Attention of vectors [..., D] to tokens [n, D], if exp(x) were 1 + x around the mean logit; 0 without tokens."""
     if not len(key):
@@ -946,7 +978,7 @@ LINKS: dict[str, Callable[..., Link]] = {
         h2o, tova, snapkv, dropkv, dapq, finch, streaming, sage, laprox, cake, lava, expected_attention, butler, zap,
         trimkv,
         kvzip, kvgrad, recency, keydiff, key_norm, q_filters, curdkv, lagkv, rkv, restkv, defensive, triattention,
-        random, normalise, pool, chunks, protect, positions, merge, cam, match, moments,
+        random, normalise, pool, chunks, protect, positions, merge, cam, match, moments, sample,
         critical, caote, fast_caote,
     )
 }  # fmt: skip
