@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from kvjax._src.quantise import Quantised, dequantise, quantise, straight_through
     from kvjax._src.reconstruction import Reconstructed, Reconstruction, RepeatPrompt
     from kvjax._src.rotary import rotate, turn
+    from kvjax._src.sampling import sample
     from kvjax._src.scores import (
         butler,
         cake,
@@ -53,7 +54,6 @@ if TYPE_CHECKING:
         tova,
         zap,
     )
-    from kvjax._src.sampling import sample
     from kvjax._src.scores_of_generations import rkv, triattention, trimkv
     from kvjax._src.scores_of_keys import curdkv, key_norm, keydiff, lagkv, q_filters
     from kvjax._src.scores_of_last_queries import defensive, restkv

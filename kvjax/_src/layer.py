@@ -236,10 +236,11 @@ def ask(
         columns = _of_live(here, columns)
     of_cache = here.key, here.value, here.position, here.next_position
     own = dataclasses.replace(context, implementation=how)  # that of what links run
-    weighs = policy.merging is not None and policy.merging.weigh is not None
+    left = None if context.sink_logits is None or policy.needs.errors is not None else _left(columns, entered)
+    if policy.merging is not None and policy.merging.weigh is not None:
+        columns = own_share(columns, here.bias)
     observation = Observation(
-        own_share(columns, here.bias) if weighs else columns, block.query, block.position, *of_cache, budget, head=head, context=own, order=order,
-        left=None if context.sink_logits is None or policy.needs.errors is not None else _left(columns, entered),
+        columns, block.query, block.position, *of_cache, budget, head=head, context=own, order=order, left=left,
     )  # fmt: skip
     # The choice of the tokens that stay is not differentiable: gradients flow through attention alone.
     state, observation = jax.lax.stop_gradient((remembered, mark_protected(policy, observation)))

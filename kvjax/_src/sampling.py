@@ -1,9 +1,9 @@
 """Priority sampling: tokens leave at random, and each one that stays counts for those that it stands for.
 
-A token of score s has the weight ``w = s ** power`` and, of a number u in (0, 1) that is drawn once for it, the priority
-``w / u``. Those of the largest priorities stay. Let t be the largest priority that leaves a head: a token stays with
-the probability ``p = min(1, w / t)``, so with its logit raised by ``-log p`` the sums that attention divides, over the
-tokens that are held, are in the mean those over all tokens (Duffield, Lund and Thorup, J. ACM 54(6), 2007).
+A token of score s has the weight ``w = s ** power`` and the priority ``w / u``, of a number u in (0, 1) that is drawn
+once for it. The largest priorities stay. Let t be the largest priority that leaves a head: a token stays with the
+probability ``p = min(1, w / t)``. So with its logit raised by ``-log p``, the two sums that attention divides are, over
+the tokens that are held, in the mean those over all tokens (Duffield, Lund and Thorup, J. ACM 54(6), 2007).
 """
 
 from __future__ import annotations
@@ -87,10 +87,7 @@ def _weighed(state: Any, gone: Bool[Array, "B K S"], bias: Float[Array, "B K S"]
 
 
 def own_share(columns: ColumnStatistics, bias: Float[Array, "B K S"] | None) -> ColumnStatistics:
-    """Return attention's statistics ``[B, K, G, S]`` of the tokens themselves, without what their logits were raised by.
-
-    For statistics that are linear in the weights.
-    """
+    """Return attention's statistics ``[B, K, G, S]`` without the biases, which raise all that are linear in weights."""
     if bias is None:
         return columns
     own = jnp.exp(-bias)[:, :, None]

@@ -28,7 +28,7 @@ B, K, N, T, D, BUDGET, BLOCKS = 2, 4, 8, 4, 8, 6, 3
 SIZES = dict(batch=B, kv_heads=K, query_heads=N, head_dim=D, budget=BUDGET, block=T, page_size=2)
 ONE_LAYER = """
 h2o+caote tova h2o@layer(cap=1.5) random h2o+merge snapkv(window=2)+caote h2o+match h2o+cam rkv(window=2)
-tova(heads='group')+caote@layer sage h2o+chunks(size=2,heads='layer') streaming h2o+moments
+tova(heads='group')+caote@layer sage h2o+chunks(size=2,heads='layer') streaming h2o+moments h2o+sample
 """.split()
 TOGETHER = ["h2o@model", "h2o+merge@layer", "h2o@lava", "h2o@pyramid"]
 

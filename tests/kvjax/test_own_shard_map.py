@@ -19,7 +19,7 @@ HEADS, TOKENS = P(None, "tensor"), P(None, None, "tensor")
 LINKS = """
 h2o+match snapkv(window=2)@cake(window=2) h2o+caote h2o+merge rkv(window=2) h2o tova sage curdkv random h2o+cam
 dropkv(window=2) laprox(window=2)@uniform h2o+critical h2o+caote(per='query') expected_attention zap@uniform
-kvzip@uniform kvgrad(measure='change')@uniform
+kvzip@uniform kvgrad(measure='change')@uniform h2o+sample
 lagkv(lag=2) h2o+chunks(size=2) h2o+positions butler(dim=4) dapq(window=2) h2o@model h2o@lava h2o@pyramid h2o@threshold
 h2o@d2o(window=2) tova(heads='group')@simlayer h2o+merge@layer
 """.split()
