@@ -21,14 +21,14 @@ from kvjax._src.layer import LayerBlock
 from tests.kernels_pallas.targets import CALLS, DEVICES, tpu_topology
 from tests.kvjax.blocks import empty
 from tests.kvjax.test_paged import content
-from tests.tiers import first, matrix
+from tests.tiers import first, matrix, nightly
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices; conftest.py forces them on a CPU")
 B, K, N, T, D, BUDGET, BLOCKS = 2, 4, 8, 4, 8, 6, 3
 SIZES = dict(batch=B, kv_heads=K, query_heads=N, head_dim=D, budget=BUDGET, block=T, page_size=2)
 ONE_LAYER = """
-h2o+caote tova h2o@layer(cap=1.5) random h2o+merge snapkv(window=2)+caote h2o+match h2o+cam rkv(window=2)
-tova(heads='group')+caote@layer sage h2o+chunks(size=2,heads='layer') streaming h2o+moments h2o+sample
+h2o+caote tova h2o@layer(cap=1.5) h2o+sample h2o+merge snapkv(window=2)+caote h2o+match h2o+moments rkv(window=2)
+h2o+cam tova(heads='group')+caote@layer sage h2o+chunks(size=2,heads='layer') streaming random
 """.split()
 TOGETHER = ["h2o@model", "h2o+merge@layer", "h2o@lava", "h2o@pyramid"]
 
@@ -71,7 +71,7 @@ def entries(function, *given) -> int:
     return str(jax.make_jaxpr(function)(*given)).count("shard_map[")
 
 
-@pytest.mark.parametrize("policy", first(2, ONE_LAYER))
+@pytest.mark.parametrize("policy", first(2, first(9, ONE_LAYER, rest=nightly)))
 def test_devices_end_with_what_one_ends_with(policy):
     run, blocks = jax.jit(fed(policy)), rows()
     alone, cache = empty(policy, **SIZES), empty(policy, mesh=mesh(), **SIZES)

@@ -17,7 +17,7 @@ from models.steps import _entered, at_layer
 from tests.evals.test_selections import simulate
 from tests.models import reference, tiny
 from tests.models.make_golden import BLOCK, GOLDEN, MASKED, MODELS, NEAR, PROMPT, PROMPTS, RECENT
-from tests.tiers import first
+from tests.tiers import first, nightly
 
 
 def golden(name):
@@ -34,8 +34,17 @@ def test_blocks_over_a_cache_give_the_logits_of_transformers(name, run_by_layer)
     np.testing.assert_allclose(engine.logits_of(model, found), logits, atol=1e-4, rtol=0)
 
 
+# One of each kind of attention, which differ in how a cache is read; all of them are compared without one below.
+KINDS = """
+llama_llama3 phi4_mini gemma3_vision olmo3 gpt_oss deepseek_v2 deepseek_v3 glm4_moe_lite deepseek_v32 qwen3_next qwen3_5
+granite4_h gemma4 gemma4_e gemma3n
+""".split()
+
+
 @pytest.mark.matrix
-@pytest.mark.parametrize("name", MASKED)
+@pytest.mark.parametrize(
+    "name", first(len(KINDS), [*KINDS, *(name for name in MASKED if name not in KINDS)], rest=nightly)
+)
 def test_a_prompt_and_decode_give_the_logits_of_transformers_with_all_tokens_and_under_a_mask(name):
     model, _ = models.load(GOLDEN / name)
     arrays, row, length = np.load(GOLDEN / name / "golden.npz"), len(MODELS[name]) - 1, PROMPTS.get(name, PROMPT)
@@ -199,10 +208,11 @@ BY_DEFAULT = (
 ROWS = [(name, row) for name, lengths in MODELS.items() for row in range(len(lengths))]
 
 
-OTHERS = [name for name in MODELS if name not in BY_DEFAULT]
+OTHERS = sorted((name for name in MODELS if name not in BY_DEFAULT), key=lambda name: name not in KINDS)
+ON_A_GPU = ["olmo2_bias", "gemma3", "gpt_oss", *OTHERS]
 
 
-@pytest.mark.parametrize("name", first(2, ["olmo2_bias", "gemma3", "gpt_oss", *OTHERS]))
+@pytest.mark.parametrize("name", first(2, first(len(KINDS), ON_A_GPU, rest=nightly)))
 def test_few_tokens_on_a_gpu_have_the_logits_of_transformers(name, monkeypatch):
     """There a layer leaves the sum of its last product's parts to the next norm; here by the references of kernels."""
     monkeypatch.setattr(decoder, "platform", lambda: "gpu")

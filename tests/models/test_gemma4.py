@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 
 import jax
@@ -17,7 +18,7 @@ from models.config_json import from_hugging_face, to_hugging_face
 from models.sizing import full_cache_bytes
 from tests.models import tiny
 from tests.models.make_golden import BLOCK, GOLDEN, PROMPT, RECENT
-from tests.tiers import first
+from tests.tiers import first, nightly
 
 NAMES = ("gemma4_e", "gemma3n", "gemma4", "gemma4_moe")
 RAW = {name: json.loads((GOLDEN / name / "config.json").read_text()) for name in NAMES}
@@ -54,9 +55,13 @@ def test_a_model_that_does_not_scale_the_active_stream_has_scales_that_nothing_r
     np.testing.assert_allclose(jax.jit(found)(TOKENS_3N), jax.jit(expected)(TOKENS_3N), atol=1e-5, rtol=0)
 
 
+POLICIES = ("h2o+caote", "snapkv(window=4)+caote(target='output')", "kvzip@uniform")
+EACH = [*zip(NAMES, (*POLICIES[1:], *POLICIES), strict=False)]  # of the models, with a policy
+WHOLE = first(len(EACH), [*EACH, *sorted({*itertools.product(NAMES, POLICIES)} - {*EACH})], rest=nightly)
+
+
 @pytest.mark.matrix
-@pytest.mark.parametrize("policy", ["h2o+caote", "snapkv(window=4)+caote(target='output')", "kvzip@uniform"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "policy"), WHOLE)
 def test_a_budget_for_all_tokens_changes_nothing(name, policy):
     settings = dict(max_new_tokens=4, end=(), block=BLOCK)
     whole = models.generate(model(name), TOKENS[:, :24], **settings)

@@ -18,7 +18,7 @@ from tests.models.commands.test_chat import spaced
 from tests.models.make_kvpress import FOLDER
 from tests.models.make_kvzip import CHUNK, GRADIENT, KEPT, PLUS, REAL, TINY
 from tests.models.tiny import SLIDING, assert_keeps, decoder, positions, run
-from tests.tiers import first
+from tests.tiers import first, nightly
 
 # KVzip compares the scores of layers as they are, and a head may hold any number of tokens.
 COMPETE = {"model": "kvzip", "layer": "kvzip@layer(cap=None)"}
@@ -131,15 +131,22 @@ def test_a_second_turn_repeats_its_own_tokens():
 
 
 BY_BLOCK = """
-kvzip(chunk=4)@uniform kvzip(chunk=4,normalise=True)@uniform kvzip(visible='cache')+caote(per='query')@layer kvzip
-kvgrad(chunk=4)@uniform kvgrad(visible='cache',measure='change',loss='tokens')+caote@layer kvgrad
-kvgrad(measure='change')@uniform
+kvzip(chunk=4)@uniform kvzip kvgrad(measure='change')@uniform kvzip(chunk=4,normalise=True)@uniform
+kvzip(visible='cache')+caote(per='query')@layer kvgrad(chunk=4)@uniform kvgrad
+kvgrad(visible='cache',measure='change',loss='tokens')+caote@layer
 """.split()
 
 
 @pytest.mark.parametrize(
     ("policy", "each_way"),
-    first(2, [(BY_BLOCK[0], "layers"), (BY_BLOCK[0], "one program"), *((name, "layers") for name in BY_BLOCK[1:])]),
+    first(
+        2,
+        first(
+            5,
+            [(BY_BLOCK[0], "layers"), (BY_BLOCK[0], "one program"), *((name, "layers") for name in BY_BLOCK[1:])],
+            rest=nightly,
+        ),
+    ),
     indirect=["each_way"],
 )
 def test_blocks_are_repeated_as_they_come_in(policy, each_way):
