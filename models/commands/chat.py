@@ -30,8 +30,8 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("model", help=FLAGS["model"]["help"])
     flags.add_argument(
         "--policy",
-        help="what to keep; 'auto' is gate+sample for a model that has a gate, else window; 'full' keeps all, so memory "
-        "grows (default: auto)",
+        help="what to keep; 'auto' is gate for a model that has one, else window; 'full' keeps all, so memory grows "
+        "(default: auto)",
     )
     flags.add_argument("--budget", type=count, help="tokens that each head keeps (default: 1024; none for 'full')")
     flags.add_argument(

@@ -170,7 +170,7 @@ def test_evicted_values_go_to_the_most_similar_key(layers, similarity):
         gone, kept, choices = np.flatnonzero(was & ~live), np.flatnonzero(live), reference.Choices()
         rows = (before.key[head].astype(np.float64), before.value[head].astype(np.float64))
         if len(kept):
-            expected = definition.merged(Leaving(*rows, None, gone, kept, choices, None, None, None))
+            expected = definition.merged(Leaving(*rows, None, gone, kept, choices, *[None] * 5))
             np.testing.assert_allclose(merged.value[head][live], expected[live], rtol=2e-5, atol=1e-6)
 
 

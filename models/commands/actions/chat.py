@@ -38,7 +38,7 @@ from models.sizing import checked_budget, full_cache_bytes
 from models.states import without_room
 
 POLICY, BUDGET = "window", 1024  # or AUTO's
-GATE = "gate+sample@model(normalise=False,cap=8)"  # with a cap, as a conversation has no end
+GATE = "gate@model(normalise=False,cap=8)"  # with a cap, as a conversation has no end
 COMMANDS = "/save FILE, /load FILE, /forget, /memory, /help and /quit"
 ANSWER = "kvjaxanswerstandshere"  # a placeholder that shows what a template puts after an answer
 
