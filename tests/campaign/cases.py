@@ -437,7 +437,7 @@ def _policy(d: _Draw, block: int, heads: tuple[int, int, int], meshed: bool, cap
         draws = nonnegative and not errors and not one_set and name not in ("laprox", "cake")
         merging = d.one("merge", *fitted, *([] if errors else ["cam"]), *(["sample"] if draws else []))
         options: dict[str, Any] = dict(merge=dict(similarity=(0.0, 0.3, 0.7)), cam=dict(window=(1, 2, 5)))
-        options["sample"] = dict(rate=(0.01, 1.0), seed=(1,))
+        options["sample"] = dict(power=(1.0, 3.0), seed=(1,))
         links.append(d.link(merging, **options.get(merging, {})))
     chain = "+".join([base, *links])
     caps = (None, 1.0, 1.5, 3)

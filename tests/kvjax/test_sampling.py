@@ -50,20 +50,19 @@ def biases(cache):
 
 @pytest.mark.parametrize("block", [1, 8, 24])
 def test_evictions_one_after_the_other_keep_the_largest_priorities_and_weigh_them_by_their_probability(block):
-    K, rate = 3, 0.3
-    policy = kvjax.chain(score(), kvjax.sample(rate=rate, seed=7))
+    K, power = 3, 1.3
+    policy = kvjax.chain(score(), kvjax.sample(power=power, seed=7))
     found = biases(held(policy, K, block))
     numbers = kvjax.random(seed=7).update(None, (), observation(K))[0]
     value = tokens(K)[2][0].astype(np.float64)
     for k in range(K):
-        scores = np.linalg.norm(value[:, k], axis=-1)
-        priority = scores * (1 + rate / (np.asarray(numbers, np.float64)[0, k, 0] + 2.0**-25))
+        weight = power * np.log(np.linalg.norm(value[:, k], axis=-1))
+        priority = weight - np.log(np.asarray(numbers, np.float64)[0, k, 0] + 2.0**-25)
         order = np.argsort(-priority)
         threshold = priority[order[BUDGET]]
         assert sorted(found[k]) == sorted(order[:BUDGET])
         for place, bias in found[k].items():
-            chance = rate / max(threshold / scores[place] - 1, rate)
-            np.testing.assert_allclose(bias, -np.log(chance), atol=1e-5)
+            np.testing.assert_allclose(bias, max(0, threshold - weight[place]), atol=1e-5)
 
 
 def observation(K):
@@ -74,8 +73,8 @@ def observation(K):
 
 def test_the_sums_that_attention_divides_are_right_on_average():
     """Over 2,000 heads of the same tokens, each with numbers of its own, by sums over all tokens."""
-    K = 2000
-    policy = kvjax.chain(score(), kvjax.sample(rate=0.5), kvjax.protect(sinks=1, recent=2))
+    K, power = 2000, 1.0
+    policy = kvjax.chain(score(), kvjax.sample(power=power), kvjax.protect(sinks=1, recent=2))
     query, key, value = (x[0, :, 0].astype(np.float64) for x in tokens(1))
     mass = np.exp(key @ query[-1] / D**0.5)
     sums = np.concatenate([mass[:, None], mass[:, None] * value], axis=1)  # [T, 1 + D]
@@ -96,7 +95,7 @@ def test_a_score_of_attention_sees_what_the_token_itself_gets():
         return o.columns.last, jax.numpy.swapaxes(o.columns.last, 2, 3)
 
     needs = kvjax.Needs(frozenset({"last"}))
-    policy = kvjax.chain(kvjax.Policy("last", init, update, needs, base=True, nonnegative=True), kvjax.sample(rate=1.0))
+    policy = kvjax.chain(kvjax.Policy("last", init, update, needs, base=True, nonnegative=True), kvjax.sample())
     rows, cache = tokens(1), empty(policy, **SIZES, kv_heads=1, query_heads=G, block=BLOCK)
     for start in range(0, 4 * BLOCK, BLOCK):
         before = cache
@@ -121,7 +120,7 @@ def test_a_score_of_attention_sees_what_the_token_itself_gets():
         ("tova+sample", "take heads='group'"),
         ("laprox+sample", "linear in attention"),
         ("h2o+sample+merge", "merges values twice"),
-        ("h2o+sample(rate=0)", "give a number in"),
+        ("h2o+sample(power=0)", "give a number in"),
     ],
 )
 def test_a_chain_that_cannot_be_drawn_by_is_refused_in_one_sentence(name, said):

@@ -833,23 +833,25 @@ def moments() -> Link:
     return Link(score, corrects=True)
 
 
-def sample(*, rate: float = 0.1, seed: int = 0) -> Link:
-    """Of the largest s (1 + rate / u); what stays with the probability p counts 1 / p times."""
+def sample(*, power: float = 2.0, seed: int = 0) -> Link:
+    """Of the largest s ** power / u; what stays with the probability p counts 1 / p times (Duffield, Lund, Thorup)."""
 
     def score(scores: Scores, seen: Seen) -> Scores:
-        mean, factor = np.clip(scores.mean(axis=1), 1e-25, 1e25), 1 + rate / (_drawn(seen, seed) + 2.0**-25)
-        priority = mean * factor
-        seen.noise[:] = seen.noise * factor + 1e-6 * priority
-        seen.memory["sample"] = mean, np.where(seen.protected, np.inf, priority)
-        return priority[:, None]
+        mean = scores.mean(axis=1)
+        weight = np.clip(power * np.log(np.maximum(mean, np.finfo(np.float32).tiny)), -60, 60)
+        priority = weight - np.log(_drawn(seen, seed) + 2.0**-25)
+        # Both sides of a choice may be off; a score that is near 0 by rounding may be any number below its noise.
+        off = power * seen.noise / np.maximum(mean, np.finfo(np.float32).tiny) + 1e-6 * abs(priority)
+        seen.noise[:] = np.exp(np.minimum(priority + off, 80)) - np.exp(priority)
+        seen.memory["sample"] = weight, np.where(seen.protected, np.inf, priority)
+        return np.exp(priority)[:, None]
 
     def merged(head: Leaving) -> tuple[np.ndarray, np.ndarray]:
-        mean, priority = (x[head.head] for x in head.memory["sample"])
+        weight, priority = (x[head.head] for x in head.memory["sample"])
         bias, tested = head.bias.copy(), head.gone[np.isfinite(priority[head.gone])]
-        threshold = priority[tested].max(initial=0)
+        threshold = priority[tested].max(initial=-np.inf)
         stays = head.kept[np.isfinite(priority[head.kept]) & (priority[head.kept] > threshold)]
-        chance = rate / np.maximum(threshold / mean[stays] - 1, rate)
-        bias[stays] = np.maximum(bias[stays], -np.log(chance))
+        bias[stays] = np.maximum(bias[stays], threshold - weight[stays])
         return head.value, bias
 
     return Link(score, merged=merged, weighs=True)
