@@ -14,6 +14,7 @@ from kvjax._src.checks import check_count
 from kvjax._src.former_names import without_tuned
 from kvjax._src.observation import Needs, Observation, Weights
 from kvjax._src.policy import (
+    LINEAR,
     UNPROTECTED,
     Marked,
     Policy,
@@ -232,13 +233,10 @@ def _check_sampled(name: str, links: tuple[Policy, ...], needs: Needs, heads: st
         what = f"{later[0]!r} changes scores behind {own}, by which tokens are drawn; put it before"
     elif heads == "layer":
         what = f"{own} draws for each head, but the heads of a layer share their tokens; take heads='group'"
-    elif needs.errors is not None or needs.statistics - _LINEAR:
+    elif needs.errors is not None or needs.statistics - LINEAR:
         what = f"{own} needs scores that are linear in attention; take another score, such as 'h2o' or 'snapkv'"
     if what is not None:
         raise ValueError(f"{name!r}: {what}.")
-
-
-_LINEAR = frozenset({"sum", "last", "max", "window_mean", "window_max", "window_place", "scaled_max"})  # in the weights
 
 
 def parse(name: str) -> Policy:

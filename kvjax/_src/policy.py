@@ -56,6 +56,8 @@ class Protection(NamedTuple):
 
 
 UNPROTECTED = Protection()
+# Statistics of attention that are linear in the weights, so that what a token counts for can be divided out.
+LINEAR = frozenset({"sum", "last", "max", "window_mean", "window_max", "window_place", "scaled_max"})
 
 
 class Marked(NamedTuple):
@@ -206,6 +208,10 @@ def check_allocation(policy: Policy) -> None:
     repeated = needs.reconstruction is not None and not needs.reconstruction.pseudo
     if allocation.statistics and (repeated or needs.errors is not None):
         raise ValueError(f"{name!r}: {allocation.name!r} measures attention that {plain!r} lacks; take another.")
+    sampled = policy.merging is not None and policy.merging.weigh is not None
+    if sampled and allocation.statistics - LINEAR:
+        what = f"{allocation.name!r} measures more of attention than is linear in it, and tokens count for several"
+        raise ValueError(f"{name!r}: {what}; take another allocation.")
     _reads(name, needs, allocation)
 
 

@@ -449,7 +449,7 @@ def _policy(d: _Draw, block: int, heads: tuple[int, int, int], meshed: bool, cap
     if name not in ("kvzip", "kvgrad") and not errors:  # the former observe none of the text's own queries
         allocations["simlayer"] = dict(threshold=(0.0, 0.3, 0.6), **amounts)
         allocations["d2o"] = dict(cap=caps)
-    if window >= 2 and name not in ("kvzip", "kvgrad") and not errors:
+    if window >= 2 and name not in ("kvzip", "kvgrad") and not errors and "+sample" not in chain:
         allocations["cake"] = dict(space=(1.6,), time=(0.4,), cap=caps)
     allocations |= {"layer": dict(cap=caps), "adakv": dict(safeguard=(0.0, 0.5, 1.0), cap=caps)}
     allocations["model"] = dict(normalise=(False,), cap=caps)

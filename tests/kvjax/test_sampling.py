@@ -119,6 +119,7 @@ def test_a_score_of_attention_sees_what_the_token_itself_gets():
         ("h2o+sample+caote", "'caote' changes scores behind 'sample', by which tokens are drawn; put it before"),
         ("tova+sample", "take heads='group'"),
         ("laprox+sample", "linear in attention"),
+        ("snapkv+sample@cake", "'cake' measures more of attention than is linear in it"),
         ("h2o+sample+merge", "merges values twice"),
         ("h2o+sample(power=0)", "give a number in"),
     ],
