@@ -86,7 +86,7 @@ def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options) -> tuple[R
     if policy.published is not None and policy.published.final:
         _warn_of_choices(policy, max(int(text.context.max()), 0), options.block, when, kept is not None)
     plan = dataclasses.replace(plan, policy=policy, overfull=_overfull(plan, policy, prompt, budgets))
-    if policy.merging is not None and policy.merging.biased and policy.merging.weigh is None:
+    if fits_biases(policy) and not policy.draws:
         _check_fitted(config, plan, kept is not None and kept.spent and bool((text.context > 0).any()))
     reading = _reading(plan, prompt, options, budgets, seen)
     spec = sized(_spec(model, plan, prompt, options), plan, prompt, options, budgets, reading)

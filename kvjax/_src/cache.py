@@ -6,8 +6,8 @@
       key_scale    [B, K, S]      float32, by which a key of eight bits is multiplied; only for keys of eight bits
       value_scale  [B, K, S]      likewise of the values, which may have another dtype
                    A cache of latents has no values: they are the keys without their rotated part (Stored.value)
-      bias         [B, K, S]      float32, added to the logits of a slot; only in a cache for a policy that fits one
-                                  (kvjax/_src/matching.py). It is 0 when a token enters
+      bias         [B, K, S]      float32, added to the logits of a slot; only in a cache for a policy that sets one
+                                  (matching.py, sampling.py). It is 0 when a token enters
     position       [B, K, S]      int32, the absolute position of the token in each slot, -1 where the slot is free
     next_position  [B]            int32, the absolute position of each row's next token
     state          a pytree of a policy's per-slot arrays [B, K, S, ...]; a slot's entry is zero when a token enters.

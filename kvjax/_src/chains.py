@@ -167,7 +167,7 @@ def _chain(links: tuple[Policy, ...]) -> Policy:
     if chosen["positions"] != "absolute" and needs.text_positions:
         wanted = f"{name!r} needs keys that are rotated at their positions in the text"
         raise ValueError(f"{wanted}; leave the link 'positions' out.")
-    if mergings and mergings[0].weigh is not None:
+    if any(link.draws for link in links):
         _check_sampled(name, links, needs, chosen["heads"])
 
     def init(B: int, K: int, G: int, S: int, D: int) -> PyTree:
@@ -226,9 +226,8 @@ def _check_errors(name: str, links: tuple[Policy, ...], needs: Needs) -> None:
 
 def _check_sampled(name: str, links: tuple[Policy, ...], needs: Needs, heads: str) -> None:
     """Check that the link which draws the tokens that stay has the last word, and that its scores are a token's own."""
-    names = [link.name for link in links]
-    place = next(i for i, link in enumerate(links) if link.merging is not None)
-    own, what = repr(names[place]), None
+    place = next(i for i, link in enumerate(links) if link.draws)
+    own, what = repr(links[place].name), None
     if later := [link.name for link in links[place + 1 :] if link.update is not unchanged]:
         what = f"{later[0]!r} changes scores behind {own}, by which tokens are drawn; put it before"
     elif heads == "layer":

@@ -237,7 +237,7 @@ def ask(
     of_cache = here.key, here.value, here.position, here.next_position
     own = dataclasses.replace(context, implementation=how)  # that of what links run
     left = None if context.sink_logits is None or policy.needs.errors is not None else _left(columns, entered)
-    if policy.merging is not None and policy.merging.weigh is not None:
+    if policy.draws:
         columns = own_share(columns, here.bias)
     observation = Observation(
         columns, block.query, block.position, *of_cache, budget, head=head, context=own, order=order, left=left,

@@ -51,7 +51,7 @@ class Merging:
 
     Attributes:
         fold: returns a head's new values, and which slots they are new in; None where values stay.
-        biased: whether the cache has a bias per slot, of which ``fold`` returns the new ones as well.
+        biased: whether the cache has a bias per slot; ``fold`` or ``weigh`` returns the new ones.
         absorb: (state, keys and values that leave all heads, which of them are there) -> the new state.
         weigh: (state, slots whose tokens leave, biases) -> the new biases. Statistics that such a policy observes are
             those of the tokens themselves, without the biases.
@@ -111,7 +111,7 @@ def _folded_layer[Part: Any](
     """Run :func:`folded` on one layer; a paged cache's is copied to slots, and what is new is written to its pages."""
     here = cache.layer(layer) if cache.paged else cache
     if merging.biased and here.bias is None:
-        raise ValueError(f"{merging.name!r} fits biases, but the cache has none; make it with kvjax.empty_cache.")
+        raise ValueError(f"{merging.name!r} sets biases, but the cache has none; make it with kvjax.empty_cache.")
     gone = (before >= 0) & (after < 0)
     if merging.weigh is not None:
         return _with_entries(cache, {"bias": merging.weigh(here.state, gone, here.bias)}, layer)

@@ -160,6 +160,11 @@ class Policy:
         return _reads(self.name, self.needs, self.allocation)
 
     @property
+    def draws(self) -> bool:
+        """Return whether the tokens that stay are drawn, and count for those that left."""
+        return self.merging is not None and self.merging.weigh is not None
+
+    @property
     def repeats(self) -> Reconstruction | None:
         """Return what the model is to repeat of its text, by which tokens are scored; None for nothing."""
         wanted = self.needs.reconstruction
@@ -208,8 +213,7 @@ def check_allocation(policy: Policy) -> None:
     repeated = needs.reconstruction is not None and not needs.reconstruction.pseudo
     if allocation.statistics and (repeated or needs.errors is not None):
         raise ValueError(f"{name!r}: {allocation.name!r} measures attention that {plain!r} lacks; take another.")
-    sampled = policy.merging is not None and policy.merging.weigh is not None
-    if sampled and allocation.statistics - LINEAR:
+    if policy.draws and allocation.statistics - LINEAR:
         what = f"{allocation.name!r} measures more of attention than is linear in it, and tokens count for several"
         raise ValueError(f"{name!r}: {what}; take another allocation.")
     _reads(name, needs, allocation)

@@ -101,7 +101,7 @@ def check_latents(policy: Policy | None, dtypes: Dtypes) -> None:
     if policy is not None and policy.heads == "query":
         wrong = f"{policy.name!r} has a cache for each query head, but they share one latent per token;"
         raise ValueError(f"{wrong} take heads='group'.")
-    if policy is not None and policy.merging is not None and policy.merging.weigh is None:
+    if policy is not None and policy.merging is not None and not policy.draws:
         wrong = f"{policy.name!r} changes the values that stay, but a latent is its own key;"
         raise ValueError(f"{wrong} take a policy that merges nothing.")
 

@@ -73,7 +73,7 @@ def sample(*, power: float = 2.0, seed: int = 0) -> Policy:
         tested = priority if o.protected is None else jnp.where(o.protected, jnp.inf, priority)
         return jnp.exp(priority)[:, :, None], Priorities(weight, tested)
 
-    merging = Merging("sample", None, (power, seed), biased=True, weigh=_weighed)
+    merging = Merging("sample", biased=True, weigh=_weighed)
     return Policy("sample", init, update, Needs(), needs_nonnegative=True, merging=merging)
 
 

@@ -16,7 +16,7 @@ SIZES = dict(batch=1, head_dim=D, budget=BUDGET)
 @functools.cache
 def score():
     """Make a score that does not change: the length of a value."""
-    return kvjax.base_score("length", lambda o: np.float32(1) * jax.numpy.linalg.norm(o.value, axis=-1)[:, :, None])
+    return kvjax.base_score("length", lambda o: jax.numpy.linalg.norm(o.value, axis=-1)[:, :, None])
 
 
 @functools.cache
@@ -25,7 +25,7 @@ def step(policy, budget):
 
 
 def tokens(K, alike=False):
-    """Queries, keys and values [1, T, K G or K, D]; ``alike``: those of all heads are one head's."""
+    """Draw queries, keys and values [1, T, K G or K, D]; ``alike``: those of all heads are one head's."""
     query, key, value = np.random.default_rng(5).normal(size=(3, 1, TOKENS, K * G, D)).astype(np.float32)
     key, value = key[:, :, :K], value[:, :, :K] * np.geomspace(0.05, 5, TOKENS).astype(np.float32)[:, None, None]
     value = value[:, np.random.default_rng(6).permutation(TOKENS)]
@@ -35,7 +35,7 @@ def tokens(K, alike=False):
 
 
 def held(policy, K, block, **given):
-    """The cache when all tokens were fed in blocks."""
+    """Return the cache when all tokens were fed in blocks."""
     rows, cache = tokens(K, **given), empty(policy, **SIZES, kv_heads=K, query_heads=K * G, block=block)
     for start in range(0, TOKENS, block):
         _, cache = step(policy, BUDGET)(cache, *(x[:, start : start + block] for x in rows))
@@ -43,7 +43,7 @@ def held(policy, K, block, **given):
 
 
 def biases(cache):
-    """Of each head, the positions that it holds, and their biases."""
+    """Return the positions that each head holds, with their biases."""
     heads = zip(np.asarray(cache.position)[0].tolist(), np.asarray(cache.bias)[0].tolist(), strict=True)
     return [{p: b for p, b in zip(*head, strict=True) if p >= 0} for head in heads]
 
@@ -73,8 +73,8 @@ def observation(K):
 
 def test_the_sums_that_attention_divides_are_right_on_average():
     """Over 2,000 heads of the same tokens, each with numbers of its own, by sums over all tokens."""
-    K, power = 2000, 1.0
-    policy = kvjax.chain(score(), kvjax.sample(power=power), kvjax.protect(sinks=1, recent=2))
+    K = 2000
+    policy = kvjax.chain(score(), kvjax.sample(power=1.0), kvjax.protect(sinks=1, recent=2))
     query, key, value = (x[0, :, 0].astype(np.float64) for x in tokens(1))
     mass = np.exp(key @ query[-1] / D**0.5)
     sums = np.concatenate([mass[:, None], mass[:, None] * value], axis=1)  # [T, 1 + D]

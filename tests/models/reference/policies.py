@@ -834,7 +834,7 @@ def moments() -> Link:
 
 
 def sample(*, power: float = 2.0, seed: int = 0) -> Link:
-    """Of the largest s ** power / u; what stays with the probability p counts 1 / p times (Duffield, Lund, Thorup)."""
+    """Keep the largest s ** power / u; what stays with the probability p counts 1 / p times (Duffield and others)."""
 
     def score(scores: Scores, seen: Seen) -> Scores:
         mean = scores.mean(axis=1)
