@@ -231,6 +231,11 @@ def step_grid(flags: argparse.Namespace) -> Grid:
     """Check the common flags and return what :func:`sweep` times."""
     if not kvjax.parse(flags.policy).allocation.even:
         raise ValueError(f"--policy is {flags.policy}, but here all heads have the same budget; leave out its '@'.")
+    shapes = names_of(flags)
+    if wrong := [name for name in shapes if shape(name).num_experts or any(shape(name).sliding_windows)]:
+        raise ValueError(
+            f"{wrong[0]} has experts or sliding windows, whose floors are not counted; give another of --shapes."
+        )
     full = [] if flags.full == "none" else measure.whole_numbers("--full", flags.full)
     lists = {name: measure.whole_numbers(f"--{name}", getattr(flags, name)) for name in ("batches", "budgets")}
     given = {**lists, "prompts": measure.whole_numbers("--prompts", flags.prompts), "full": full, "block": flags.block}
@@ -241,7 +246,7 @@ def step_grid(flags: argparse.Namespace) -> Grid:
             f"--prompts has {min(given['prompts'])} and --budgets has {max(given['budgets'])}, but a prompt must fill "
             "its budget; give longer prompts or smaller budgets."
         )
-    return Grid(shapes=names_of(flags), policy=flags.policy, **given)
+    return Grid(shapes=shapes, policy=flags.policy, **given)
 
 
 def command(flags: argparse.Namespace) -> None:

@@ -281,13 +281,18 @@ def collect(
 ) -> list[dict[str, Any]]:
     """Return the records of a benchmark, all of which are written (:func:`write`) whenever there is another one.
 
+    Until the last one they are in ``X.partial.json``, so that a killed run leaves an earlier ``X.json`` as it was.
+
     Raises:
         ValueError: nothing was measured, as every record was refused.
     """
     found: list[dict[str, Any]] = []
+    partial = argparse.Namespace(**vars(flags) | {"json": flags.json and flags.json.with_suffix(".partial.json")})
     for record in records:
         found.append(record)
-        write(flags, benchmark, settings, found, digests)
+        write(partial, benchmark, settings, found, digests)
+    if found and flags.json is not None:
+        partial.json.replace(flags.json)
     if found and all("refused" in record for record in found):
         raise ValueError(found[0]["refused"])
     return found

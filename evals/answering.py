@@ -166,9 +166,9 @@ def answers_each(
                 if number:  # the first batch may compile
                     clock.prefill = (float(fed.prompt_tokens), seconds)
                 steps = models.stream(
-                    model, prefilled, policy=setting.policy, budget=setting.budget, networks=feed.aids.of(setting),
-                    block=feed.block, max_new_tokens=new_tokens, when=setting.when, evict_every=setting.evict_every,
-                    question=fed.questions, end=end, **feed.drawn(fed.rows),
+                    model, prefilled, policy=feed.aids.policy(setting), budget=setting.budget,
+                    networks=feed.aids.of(setting), block=feed.block, max_new_tokens=new_tokens, when=setting.when,
+                    evict_every=setting.evict_every, question=fed.questions, end=end, **feed.drawn(fed.rows),
                 )  # fmt: skip
                 yield setting, asked_of.answer(setting, fed, clock, steps)
 

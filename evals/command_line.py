@@ -17,9 +17,6 @@ from models.commands.shared_flags import MESH, add_shared_flags, mesh_of
 from models.loading import describe as read_description
 from models.networks import Network, load_networks
 
-# Flags that may change when a run is resumed: where it writes, what it runs on, and what is compared.
-FREE = ("name", "invocation", "out", "json", "plot", "batch", "mesh", "against")
-
 
 def add_model_flags(flags: argparse.ArgumentParser, **changes: Any) -> None:
     """Add the flags of every evaluation that runs policies; see :func:`models.commands.shared_flags.add_shared_flags`.
@@ -87,7 +84,7 @@ def decisive_flags(flags: argparse.Namespace) -> dict[str, Any]:
     """Return the flags that decide the figures, in JSON's types, with digests of the files and folders they name."""
     plain: dict[str, Any] = {}
     for name, value in vars(flags).items():
-        if name in FREE:
+        if name in results.FREE:
             continue
         several = value if isinstance(value, list) else [value]
         paths = [Path(path) for path in several if isinstance(path, Path) or (name == "data" and path is not None)]
@@ -103,7 +100,7 @@ def command_text(flags: argparse.Namespace) -> str:
     program = "python -m evals" if called is None else called.command.partition(f" {flags.name}")[0]
     line = [*program.split(), flags.name]
     for name, value in vars(flags).items():
-        if name in ("name", "invocation", "out", "json", "plot") or value is None or value is False:
+        if name in ("name", "first", "invocation", "out", "json", "plot") or value is None or value is False:
             continue
         line.append(f"--{name.replace('_', '-')}")
         if value is not True:

@@ -193,13 +193,14 @@ def command(
     check_groups(model, groups, settings, feed)
     with store:
         labels = {"evaluation": flags.name, "model": flags.model}
-        total = sum(group.size for group in groups) * len(settings)
+        asked = [(group.size, [one for one in settings if one.question in group.questions]) for group in groups]
+        total = sum(size * len(of_group) for size, of_group in asked)
         fingerprints = digests(model, tokenizer, aids.networks, groups)
-        store.check_digests(labels, fingerprints)
+        store.check_digests(labels, fingerprints, [network.name for network in aids.networks])
         with commands.progress_bar("sample", total=total) as progress:
             (answer or run)(model, tokenizer, groups, settings, store, labels=labels, progress=progress, feed=feed)
             progress.set_description("done")
-        together = None if answer else sharing_note(settings, sum(group.size for group in groups))
+        together = None if answer else sharing_note(asked)
         remarks = [*notes(flags), *([] if together is None else [together])]
         lines, compared = summarise(store.records), compare(store.records, baseline(flags))
         told = report.task_table(lines, recency=RECENCY, short=short or {}, notes=remarks)
@@ -213,7 +214,7 @@ def command(
             "results": lines,
             "comparisons": compared,
         }
-        for path in (flags.json, None if flags.out is None else flags.out / "figures.json"):
+        for path in (flags.json, None if flags.out is None else Path(flags.out) / "figures.json"):
             if path is not None:
                 files.write_json(path, figures)
                 print(f"figures: {path}")
@@ -235,10 +236,7 @@ def digests(
     """Return the fingerprints of everything that figures are made of: the project's version, the built-in prose, model,
     tokenizer and networks, the records of groups, and :func:`models.commands.provenance.of_process`.
     """
-    found = {"kvjax": kvjax.__version__, "prose": prose.digest(), **fingerprints.fingerprints(model, tokenizer)}
-    found |= provenance.of_process(tokenizer)
-    for network in networks:
-        found[network.name] = fingerprints.weights(network, network.config.shapes)
+    found = {"kvjax": kvjax.__version__, "prose": prose.digest(), **provenance.of_run(model, tokenizer, networks)}
     if any(group.data for group in groups):
         found["data"] = fingerprints.digest([[group.task, group.data] for group in groups])
     return found

@@ -111,6 +111,7 @@ def check(flags: argparse.Namespace) -> None:
 def check_settings(settings: Sequence[Setting]) -> None:
     """Raise ValueError unless each setting evicts while the text comes in, to a number of slots."""
     run_settings.refuse_selections(settings, "they keep all tokens, so no generation is too long for them")
+    run_settings.refuse_reading_budgets(settings, "the text comes in token by token")
     for setting in settings:
         if isinstance(setting.budget, float):
             raise ValueError(f"the budget is {setting.budget}, a share of a text that is not known yet; give slots.")

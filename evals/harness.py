@@ -233,6 +233,7 @@ def model_class() -> type:
             prompts = [self.tok_encode(context)[-max(self.max_length - new, 1) :] for context in contexts]
             lengths = np.array([len(prompt) for prompt in prompts])
             said: list[list[int]] = [[] for _ in prompts]
+            ended = [False] * len(prompts)
             settings = dict(self.settings)
             if self.selection is not None:
                 if self.selection.source is None:
@@ -247,8 +248,13 @@ def model_class() -> type:
                 for row, one in enumerate(token.tolist()):
                     if one >= 0 and one not in self.model.config.eos:
                         said[row].append(one)
-                if until and step % 8 == 7 and all(any(stop in self._raw(row) for stop in until) for row in said):
-                    break
+                    else:
+                        ended[row] = True
+                if until and step % 8 == 7:
+                    for row, text in enumerate(map(self._raw, said)):
+                        ended[row] = ended[row] or any(stop in text for stop in until)
+                    if all(ended):
+                        break
             return [self._ended(row, until) for row in said]
 
         def _raw(self, row: Sequence[int]) -> str:
@@ -290,6 +296,14 @@ def check_settings(given: Arguments) -> dict[str, Any]:
     check_names("when", when, get_args(When))
     if not isinstance(block, int) or block < 1:
         raise ValueError(f"block is {block!r}; give at least 1.")
+    for name in ("max_length", "max_gen_toks"):
+        if not isinstance(value := getattr(given, name), int | None) or (value is not None and value < 1):
+            raise ValueError(f"{name} is {value!r}; give at least 1.")
+    if str(given.batch_size).lstrip("-").isdigit() and int(given.batch_size) < 1:
+        raise ValueError(f"batch_size is {given.batch_size}; give at least 1.")
+    unused = "when" if select is not None else "sinks"
+    if getattr(given, unused) != Arguments._field_defaults[unused]:
+        raise ValueError(f"{unused} was given, which a {'policy' if select is None else 'selection'} does not read.")
     dtype = {} if given.cache_dtype is None else {"cache_dtype": str(check_dtypes(given.cache_dtype))}
     if select is not None:
         if dtype:

@@ -29,6 +29,8 @@ def figures(folder: Path) -> dict[str, Any]:
     records = results.read_records(folder)
     if not records:
         raise ValueError(f"{folder} holds no results yet; run its command first: {header['command']}")
+    if "cache_bytes" not in records[0]:
+        raise ValueError(f"{folder} is of {header['evaluation']}, whose records are no answers under a budget.")
     parts: dict[tuple[str, str], sweep.Part] = {}
     if header["evaluation"] == "sweep":
         content = {name: value for name, value in header["settings"].items() if not name.endswith(" holds")}

@@ -383,9 +383,11 @@ def command(flags: argparse.Namespace) -> None:
         flags.select = SELECT if flags.policies is None else "full"
     if flags.against is not None and flags.policies is None:
         flags.select += f",{flags.against}"
+    if flags.cache_dtype is not None and flags.policies is None:
+        raise ValueError("--cache-dtype is for --policies; selections are simulated on whole texts, without a cache.")
     chosen, sparsities = selections.parse_selections(flags.select), selections.parse_sparsities(flags.sparsity)
     settings = [] if flags.policies is None else make_settings(flags)
-    selections.check_flags(flags)
+    report.check_outputs(flags.json, flags.plot)
     text = texts.read_text(flags.text)
     model, tokenizer = command_line.load(flags)
     chunks = chunks_for(model, tokenizer, text, flags)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import models
-from evals import command_line, evaluator, metrics, prose, report, sweep, tasks, texts
+from evals import command_line, evaluator, metrics, prose, report, run_settings, sweep, tasks, texts
 from evals.evaluator import Answer, Group, TextSample
 from models import asking, commands, fingerprints
 from models.commands.shared_flags import add_shared_flags, count
@@ -172,6 +172,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 def check(flags: argparse.Namespace) -> None:
     """Check the flags before any work."""
     command_line.check_sizes(flags)
+    run_settings.make_settings(flags, ("unknown",))
     _sentences(flags)
 
 

@@ -131,7 +131,7 @@ def compare(
             told = {"policy": line["policy"], "against": other["policy"]}
             told |= {name: line[name] for name in (*fields, *where) if name in line}
             differences = [a - b for a, b in zip(ours, theirs, strict=True)]
-            found.append(told | statistics.comparison(differences, interval))
+            found.append(told | statistics.comparison(differences, interval=interval))
     return found
 
 

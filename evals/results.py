@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,6 +26,8 @@ from models.commands import provenance
 HEADER, SAMPLES = "header.json", "samples.jsonl"
 SETTING = ("model", "evaluation", "length", "policy", "budget", "when", "question")
 KEY = (*SETTING, "task", "sample")
+# Settings that may change when a run is resumed: where it writes, what it runs on, and what is compared.
+FREE = ("name", "invocation", "out", "json", "plot", "batch", "mesh", "against")
 GROWING = ("models", "policies", "budgets", "when", "question", "allocations")  # settings that each record names
 
 
@@ -91,18 +93,24 @@ class Results:
         self.records += new
         self._keys |= {_key(record) for record in new}
 
-    def check_digests(self, labels: Mapping[str, str], digests: Mapping[str, str]) -> None:
+    def check_digests(
+        self, labels: Mapping[str, str], digests: Mapping[str, str], networks: Collection[str] = ()
+    ) -> None:
         """Note what the records with these labels are made of, or check that it is the same as before.
 
         ``labels`` are fields that those records share, such as the model's name; ``digests`` are those of
-        :func:`evals.evaluator.digests`.
+        :func:`evals.evaluator.digests`. Those of ``networks`` may be new: of policies that a resumed run has added.
 
         Raises:
             ValueError: the folder's records were made of something else, or have no fingerprints.
         """
         there = next((known["made of"] for known in self.fingerprints if known["labels"] == dict(labels)), None)
         if there is not None or any(labels.items() <= record.items() for record in self.records):
-            provenance.check_same(Path(self._folder or ""), there, digests)
+            new = {name: digests[name] for name in networks if there and name not in there}
+            provenance.check_same(Path(self._folder or ""), there and {**there, **new}, digests)
+            if there and new:
+                there.update(new)
+                self._write_header()
             return
         self.fingerprints.append({"labels": dict(labels), "made of": dict(digests)})
         self._write_header()
@@ -225,7 +233,7 @@ def _check_same(folder: Path, header: Mapping[str, Any], wanted: Mapping[str, An
     differing = [
         f"{name} was {old.get(name)!r} and is {new.get(name)!r}"
         for name in sorted({*old, *new})
-        if old.get(name) != new.get(name) and not _grows(name, old.get(name), new.get(name))
+        if name not in FREE and old.get(name) != new.get(name) and not _grows(name, old.get(name), new.get(name))
     ]
     if differing:
         raise ValueError(

@@ -16,6 +16,7 @@ import numpy as np
 
 from evals import documents, prose
 from evals.evaluator import TextSample
+from evals.tasks import spread
 from kvjax._src.checks import check_names
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -283,9 +284,7 @@ def _chain(rng: np.random.Generator, letters: int, units: int) -> Draft:
             names.append(name)
     value = str(rng.integers(10_000, 100_000))
     links = [f"VAR {names[0]} = {value}"] + [f"VAR {b} = VAR {a}" for a, b in itertools.pairwise(names)]
-    lines = [NOISE] * units
-    for link, place in reversed(list(zip(links, np.sort(rng.random(len(links))), strict=True))):
-        lines.insert(int(place * (units + 1)), link)
+    lines = spread([NOISE] * units, links, np.sort(rng.random(len(links))))
     return _draft("vt", "\n".join(lines), tuple(names), query=value, count=str(HOPS + 1))
 
 

@@ -92,19 +92,19 @@ def sharing(settings: Sequence[Setting]) -> list[list[Setting]]:
     return list(together.values())
 
 
-def sharing_note(settings: Sequence[Setting], samples: int) -> str | None:
-    """Return a sentence that says how many prompts of ``samples`` per setting were saved by sharing, None without.
+def sharing_note(asked: Sequence[tuple[int, Sequence[Setting]]]) -> str | None:
+    """Return a sentence that says how many prompts were saved by sharing, None without; ``asked`` are the number of
+    samples and the settings of each group.
 
     Example:
         >>> from evals.run_settings import Setting, sharing_note
         >>> two = [Setting("h2o", slots, "prompt", "known") for slots in (16, 64)]
-        >>> sharing_note(two, 20)
+        >>> sharing_note([(20, two)])
         'shared prompts: 20 went through the model in place of 40'
     """
-    passes = len(sharing(settings))
-    if passes == len(settings):
-        return None
-    return f"shared prompts: {passes * samples:,} went through the model in place of {len(settings) * samples:,}"
+    passes = sum(samples * len(sharing(settings)) for samples, settings in asked)
+    alone = sum(samples * len(settings) for samples, settings in asked)
+    return None if passes == alone else f"shared prompts: {passes:,} went through the model in place of {alone:,}"
 
 
 def baseline(flags: argparse.Namespace) -> str:
@@ -158,6 +158,12 @@ def refuse_selections(settings: Sequence[Setting], instead: str) -> None:
     """Raise ValueError if a setting is a selection, for an evaluation that cannot answer under one."""
     if found := next((setting.policy for setting in settings if setting.select is not None), None):
         raise ValueError(f"{found} was given, but this evaluation takes eviction policies only; {instead}.")
+
+
+def refuse_reading_budgets(settings: Sequence[Setting], instead: str) -> None:
+    """Raise ValueError if a setting has a budget of its own for reading, which an evaluation would not use."""
+    if any(setting.reading_budget is not None for setting in settings):
+        raise ValueError(f"--reading-budget was given, but {instead}; leave it out.")
 
 
 def check_budgets(policies: Sequence[str], budgets: Sequence[int | float]) -> None:

@@ -33,7 +33,7 @@ from jaxtyping import Array, Int
 
 import kvjax
 import models
-from evals import command_line, report
+from evals import command_line
 from kvjax import sources
 from kvjax._src.checks import check_count
 from kvjax._src.selection import share_of_tokens
@@ -213,11 +213,6 @@ def add_flags(flags: argparse.ArgumentParser, *, select: str | None, sparsity: s
         help="under a simulated policy, tokens are kept per query head, as published, or per group of query heads",
     )
     add_shared_flags(flags, "networks", "sinks", "model", "batch", "dtype", "json", "plot", batch=batch)
-
-
-def check_flags(flags: argparse.Namespace) -> None:
-    """Check sizes and output files before any work."""
-    report.check_outputs(flags.json, flags.plot)
 
 
 def load(flags: argparse.Namespace, selections: Sequence[Selection]) -> tuple[models.Decoder, Any, tuple[Network, ...]]:

@@ -129,12 +129,15 @@ def _chances(
     return scipy.stats.t.sf(np.where(gap > smallest / size, found, 0.0), size - 1)
 
 
-def comparison(differences: Sequence[float], interval: Interval = paired_interval) -> dict[str, Any]:
+def comparison(
+    differences: Sequence[float], scale: float = 1.0, interval: Interval = paired_interval
+) -> dict[str, Any]:
     """Return the mean of differences on the same samples as fields of a table's line, with its interval and verdict.
 
     ``interval`` is :func:`mean_interval` for what is no score, such as a relative error: no sample of it is lost whole.
+    The mean and its bounds are multiplied by ``scale``.
     """
-    mean, low, high = interval(differences)
+    mean, low, high = (scale * bound for bound in interval(differences))
     return {"difference": mean, "low": low, "high": high, "better": verdict(low, high)}
 
 

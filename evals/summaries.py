@@ -70,7 +70,7 @@ def compare(records: Sequence[dict[str, Any]], against: str = RECENCY) -> list[d
             by_text: dict[tuple[str, Any], list[float]] = {}
             for (score, text), (theirs, _) in ((line["found"][sample], other["found"][sample]) for sample in both):
                 by_text.setdefault(text, []).append(score - theirs)
-            lines.append(told | statistics.comparison(_weighted(by_text)))
+            lines.append(told | statistics.comparison(*_weighted(by_text)))
     return lines
 
 
@@ -79,11 +79,12 @@ def _text(record: Mapping[str, Any]) -> tuple[str, Any]:
     return record["task"], record.get("text", record["sample"])
 
 
-def _weighted(by_text: Mapping[tuple[str, Any], Sequence[float]]) -> list[float]:
-    """Return one number per text, by which each task counts as much in their mean."""
+def _weighted(by_text: Mapping[tuple[str, Any], Sequence[float]]) -> tuple[list[float], float]:
+    """Return one number per text from -1 to 1, and a scale; by their product each task counts as much in the mean."""
     texts = collections.Counter(task for task, _ in by_text)
-    share = len(by_text) / len(texts)
-    return [sum(found) / len(found) * share / texts[task] for (task, _), found in by_text.items()]
+    fewest = min(texts.values())
+    weighted = [sum(found) / len(found) * fewest / texts[task] for (task, _), found in by_text.items()]
+    return weighted, len(by_text) / (len(texts) * fewest)
 
 
 def task_map(lines: Sequence[dict[str, Any]], path: Path, *, title: str, short: Mapping[str, str]) -> None:

@@ -216,7 +216,8 @@ def _run(
     failed = []
     groups = _groups(part, model.config, tokenizer)
     try:
-        store.check_digests(labels, evaluator.digests(model, tokenizer, aids.networks, groups))
+        found = evaluator.digests(model, tokenizer, aids.networks, groups)
+        store.check_digests(labels, found, [network.name for network in aids.networks])
     except ValueError as error:
         if hosts.several():
             raise

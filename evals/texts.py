@@ -63,7 +63,7 @@ def read_text(name: str | Path | None) -> str:
     published = str(name).removesuffix(HELD_OUT)
     if published in PUBLISHED:
         text = find(published).read_text(encoding="utf-8")
-        return text if published == name else "\n\n".join(parts(text).held_out)
+        return text if published == str(name) else "\n\n".join(parts(text).held_out)
     path = Path(name)
     text = files.read_text(path, "text")
     if not text.strip():

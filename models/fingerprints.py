@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,14 +18,18 @@ from models.parameters import array_of, axes_of, kind_of, parameter_shapes, path
 from models.tokenizer import Tokenizer
 
 
-def fingerprints(model: decoder.Decoder, tokenizer: Tokenizer | None = None) -> dict[str, str]:
-    """Return digests of a model's config and weights, and of its tokenizer with special tokens and chat template."""
+def fingerprints(
+    model: decoder.Decoder, tokenizer: Tokenizer | None = None, networks: Iterable[Any] = ()
+) -> dict[str, str]:
+    """Return digests of a model's config and weights, its tokenizer with special tokens and chat template, and the
+    networks beside it, by their names.
+    """
     found = {"config": digest(described(model.config)), "weights": weights_of(model)}
     if tokenizer is not None:
         parts: list[Any] = [tokenizer.backend.to_str(), tokenizer.special_tokens, tokenizer.chat_template]
         parts += [tokenizer.template_values] if tokenizer.template_values else []
         found["tokenizer"] = digest(parts)
-    return found
+    return found | {network.name: weights(network, network.config.shapes) for network in networks}
 
 
 def fingerprint(model: decoder.Decoder) -> str:

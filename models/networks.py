@@ -25,7 +25,7 @@ from safetensors.numpy import save as to_safetensors
 from kvjax import Policy
 from kvjax._src.checks import check_names, is_known, shown
 from kvjax.sources import Source
-from models import fingerprints, hub, published
+from models import fingerprints, hosts, hub, published
 from models.butler import Butler, ButlerConfig
 from models.checkpoint import opened
 from models.config import Config, described
@@ -180,7 +180,7 @@ def save_network(folder: str | Path, network: Network, model: Decoder, name: str
         'gate'
     """
     description = {"name": name, **fingerprint(model)}
-    if jax.process_index() > 0:
+    if not hosts.first():
         return
     tensors = {own: np.asarray(jax.device_get(array)) for own, array in parameters_of(network).items()}
     about = {network.name: dataclasses.asdict(network.config), "model": description}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -13,15 +13,21 @@ from models import hosts
 EVERY = 30.0  # seconds between two lines
 
 
-class _Lines:
-    """A file for a bar where standard error is no terminal: each text of the bar becomes a line."""
+class Lines(NamedTuple):
+    """A file for a bar where standard error is no terminal: each text of the bar is said as a line."""
+
+    say: Callable[[str], None]
 
     def write(self, text: str) -> None:
         if text.strip():
-            print(f"[{' '.join(text.split())}]", file=sys.stderr, flush=True)
+            self.say(" ".join(text.split()))
 
     def flush(self) -> None:
         """Do nothing: each line is written at once."""
+
+
+def _to_error(line: str) -> None:
+    print(f"[{line}]", file=sys.stderr, flush=True)
 
 
 def progress_bar(
@@ -50,7 +56,8 @@ def progress_bar(
     if not sys.stderr.isatty():
         seconds = EVERY if every is None else every
         counted = "{n:,} {unit}s" if total is None and not hasattr(over, "__len__") else "{n:,} of {total:,} {unit}s"
-        look |= {"file": _Lines(), "bar_format": f"{{desc}}{counted}{{postfix}}, {{remaining}} left", "miniters": 1}
+        form = f"{{desc}}{counted}{{postfix}}, {{remaining}} left"
+        look |= {"file": Lines(_to_error), "bar_format": form, "miniters": 1}
         look |= {"delay": seconds, "mininterval": seconds, "maxinterval": max(seconds, 1.0)}
     if look.get("desc"):
         look["desc"] += ": "

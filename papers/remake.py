@@ -6,7 +6,7 @@ A list is one argument, joined by commas; a text of several words is several arg
 the table's name with another ending. JSON files are written by ``--json``, or are what the command prints (``stdout``).
 ``like`` takes the entries of another table, ``benchmark`` marks what is run with --benchmarks only.
 
-What there is already is not made again: a folder, and a JSON file that is complete and whose code had no changes. Nor
+What there is already is not made again: a folder, and a JSON file whose code had no changes. Nor
 is data or a network that none of the commands to be run names. So a killed run goes on with the file that it was at.
 Run it from a clean, committed checkout, because each file names its commit.
 """
@@ -65,14 +65,13 @@ def arguments(name: str, table: Mapping[str, Any]) -> list[str]:
 
 
 def is_there(path: Path) -> bool:
-    """Return whether a file or folder need not be made: a JSON file is complete, and made by code without changes."""
+    """Return whether a file or folder need not be made: a JSON file says how it was made, by code without changes."""
     if (path / "run.json").exists():  # of a training run
         return (path / "summary.json").exists()
     if path.suffix != ".json" or not path.exists():
         return path.exists()
     data = json.loads(files.read_text(path, "JSON"))
-    complete = "fingerprints" in data and data.get("command") and data.get("complete", True)
-    return bool(complete) and not str(data.get("commit")).endswith("changes")
+    return bool("fingerprints" in data and data.get("command")) and not str(data.get("commit")).endswith("changes")
 
 
 def missing(tables: Mapping[str, Mapping[str, Any]], benchmarks: bool) -> dict[str, list[str]]:

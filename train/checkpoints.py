@@ -57,7 +57,7 @@ class Checkpoints:
                 reason = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
                 aside = self.folder.parent / "damaged" / f"{step}-{time.time_ns()}"
                 self.say(f"the checkpoint of step {step} is damaged ({reason}); moved to {aside}")
-                if jax.process_index() == 0:
+                if hosts.first():
                     aside.parent.mkdir(exist_ok=True)
                     os.replace(self.folder / str(step), aside)
                 if jax.process_count() > 1:

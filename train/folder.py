@@ -14,6 +14,7 @@ import jax
 from jax.experimental import multihost_utils
 from tensorboardX import SummaryWriter
 
+from models import hosts
 from models.files import check_folder, replacing, write_json
 
 RUN_FILE = "run.json"
@@ -53,7 +54,7 @@ def begin_run(folder: Path, run: dict[str, Any], files: Sequence[str], resume: b
     """Record a folder's run; without ``resume``, delete what an earlier run left in it."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("run checked")
-    if jax.process_index() == 0:
+    if hosts.first():
         if not resume and (folder / RUN_FILE).exists():
             for name in ("checkpoints", "damaged", "events"):
                 shutil.rmtree(folder / name, ignore_errors=True)

@@ -254,7 +254,7 @@ def run(
         raise ValueError(
             f"a step of {settings.batch} rows cannot be spread over data={mesh.shape['data']}; make --batch a multiple."
         )
-    first_process = jax.process_index() == 0
+    first_process = hosts.first()
     invocation = options.invocation or commands.Invocation(f"{trainer.command}.train(...)", time.monotonic())
     digests = fingerprints.fingerprints(model) if options.digests is None else options.digests
     description = _description(trainer, model, options.name, corpus, settings, digests)

@@ -10,30 +10,19 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import Array
 from tqdm import tqdm
 
+from models.progress import Lines
+
 AHEAD = 2  # steps that a device is given before the oldest of them must be done, so that it never waits for the host
 SECONDS = 20.0  # between two lines of steps
 WORKING = 20.0  # and of other work
 LINE = "step {n:,} of {total:,}{postfix}, {rate_inv_fmt}, {remaining} left"
-
-
-class Lines(NamedTuple):
-    """A file for a bar where standard error is no terminal: each text of the bar is said as a line."""
-
-    say: Callable[[str], None]
-
-    def write(self, text: str) -> None:
-        if text.strip():
-            self.say(" ".join(text.split()))
-
-    def flush(self) -> None:
-        """Do nothing: each line is written at once."""
 
 
 class Meter:

@@ -13,7 +13,7 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +80,9 @@ def settings() -> dict[str, Any]:
     return {name: value for name, value in found.items() if value != SETTINGS[name]}
 
 
-def of_run(model: Decoder, tokenizer: Tokenizer) -> dict[str, str]:
+def of_run(model: Decoder, tokenizer: Tokenizer, networks: Iterable[Any] = ()) -> dict[str, str]:
     """Return what a command's answers depend on beside its flags: :func:`fingerprints` and :func:`of_process`."""
-    return fingerprints(model, tokenizer) | of_process(tokenizer)
+    return fingerprints(model, tokenizer, networks) | of_process(tokenizer)
 
 
 def of_process(tokenizer: Tokenizer) -> dict[str, str]:

@@ -23,7 +23,7 @@ from jaxtyping import Float
 
 import models
 from evals import command_line, prose, sweep
-from evals.tasks import filling, pick
+from evals.tasks import filling, pick, spread
 from models import commands, files
 from models.commands.shared_flags import add_shared_flags, count
 from models.loading import describe
@@ -242,10 +242,7 @@ def _size(tokenizer: models.Tokenizer, text: str, asked: Sequence[Turn], family:
 
 def _text(hidden: Sentences, filler: Sentences, places: Float[np.ndarray, "hidden"]) -> str:
     """Return a text: what is hidden stands at its places in the filler, in its order."""
-    body = list(filler)
-    for sentence, place in zip(reversed(hidden), reversed(places), strict=True):
-        body.insert(int(place * (len(filler) + 1)), sentence)
-    return " ".join(body).replace(" \n", "\n").replace("\n ", "\n")
+    return " ".join(spread(list(filler), list(hidden), places)).replace(" \n", "\n").replace("\n ", "\n")
 
 
 def _continuation(rng: np.random.Generator, tokenizer: models.Tokenizer, length: int, sentences: Sentences) -> Row:

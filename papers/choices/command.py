@@ -69,8 +69,9 @@ def command(flags: argparse.Namespace) -> None:
     if flags.evict_every not in (None, 0):
         raise ValueError("--evict-every is about generated tokens, but choices generate none; leave it out.")
     flags.evict_every = 0
-    instead = "python -m papers predictor choices takes selections with --select"
-    run_settings.refuse_selections(run_settings.make_settings(flags), instead)
+    settings = run_settings.make_settings(flags)
+    run_settings.refuse_selections(settings, "python -m papers predictor choices takes selections with --select")
+    run_settings.refuse_reading_budgets(settings, "choices are read after the prompt alone")
     check(flags)
     text = texts.read_text(flags.text)
     groups = functools.partial(make_groups, read_corpus(text), texts.digest(text))

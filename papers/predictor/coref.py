@@ -194,7 +194,7 @@ def command(flags: argparse.Namespace) -> None:
     """Run the evaluation: check, answer the samples, print the table, write JSON and picture."""
     modes: Any = commands.listed("mode", flags.mode, "--mode generate")
     settings = make_settings(flags.select, selections.parse_sparsities(flags.sparsity), modes)
-    selections.check_flags(flags)
+    report.check_outputs(flags.json, flags.plot)
     model, tokenizer, networks = selections.load(flags, [setting.selection for setting in settings])
     samples = [coref_task.sample(flags.seed + index, tokenizer) for index in range(flags.samples)]
 

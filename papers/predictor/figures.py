@@ -80,7 +80,7 @@ def compare(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     compared = []
     for ours, theirs, told in beside.sides(results):
         both = (np.array(r["by_sequence"]["hit_rate"]) for r in (ours, theirs))
-        found = statistics.comparison(np.subtract(*both).tolist(), statistics.mean_interval)
+        found = statistics.comparison(np.subtract(*both).tolist(), interval=statistics.mean_interval)
         several = len(ours["by_sequence"]["hit_rate"]) > 1
         compared.append(told | (found if several else found | {"better": "one sequence"}))
     return compared
@@ -249,7 +249,7 @@ def command(flags: argparse.Namespace) -> None:
         for selection in chosen:
             if selection.source is None:
                 raise ValueError(f"{selection.name!r} is not a source of importance; give sources only (figure 3).")
-    selections.check_flags(flags)
+    report.check_outputs(flags.json, flags.plot)
     text = texts.read_text(flags.text)
     model, tokenizer, networks = selections.load(flags, chosen)
     digests = evaluator.digests(model, tokenizer, networks)

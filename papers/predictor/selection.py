@@ -124,8 +124,7 @@ def command(flags: argparse.Namespace) -> None:
     shares = measure.shares("--shares", flags.shares)
     model, _ = models.load(flags.model, dtype="float32")
     (network,) = load_networks(flags.networks, flags.model, model, [frozenset({"query", "key"})])
-    digests = fingerprints.fingerprints(model)
-    digests[network.name] = fingerprints.weights(network, network.config.shapes)
+    digests = fingerprints.fingerprints(model, networks=[network])
     model.config = unbounded(model.config)
     records = []
     for context in contexts:

@@ -58,7 +58,8 @@ def command(flags: argparse.Namespace) -> None:
     run = dict(
         model=flags.model, policy=str(policy_of(flags.policy) or "full"), budget=budget, when=when, chat=flags.chat,
         seed=flags.seed, **chosen | dict(evict_every=evict_every),
-        fingerprints=provenance.of_run(model, tokenizer),
+        dtype=model.embedding[...].dtype.name,
+        fingerprints=provenance.of_run(model, tokenizer, networks),
     )  # fmt: skip
     files.check_outputs([flags.out])
     # The first of several processes has the answers; what the others write is dropped.

@@ -189,7 +189,7 @@ class Conversation:
                 raise ValueError(f"{path} is of a conversation with {which}; start one with the same settings.")
         cache: Any = kvjax.load_cache(path, policy=self.policy)
         kept_of(self.model, cache, self.policy, 1)
-        if not info["seen"] and self.settings.get("repetition_penalty", 1) != 1:
+        if not info["seen"] and self.settings.get("repetition_penalty") not in (None, 1):
             raise ValueError(f"{path} does not say which tokens were said, which a repetition penalty needs; use 1.")
         self._go_on_from(Memory(cache, tuple(info["pending"]), frozenset(info["seen"])))
 
