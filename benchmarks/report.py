@@ -142,9 +142,11 @@ TARGETS = (
            most=1.05),
     Target("the same by the processor's time", "cpu",
            _of_parts("long_over_short", "decode", SMALL, 512, "processor"), most=1.05),
-    Target("prefill, evicting once: kvpress' time over ours, at worst", "cpu", _peer("prefill", "ours, once"), least=1),
-    Target("decode after it: kvpress' time over ours, at worst", "cpu", _peer("decode", "ours, once"), least=1.2),
-    Target("prefill by block: kvpress' time over ours, at worst", "cpu", _peer("prefill", "ours, by block"), least=1),
+    Target("prefill, evicting once: kvpress' time over ours, 1 or 2 threads", "cpu",
+           _peer("prefill", "ours, once"), least=1),
+    Target("decode after it: kvpress' time over ours, 1 or 2 threads", "cpu", _peer("decode", "ours, once"), least=1.2),
+    Target("prefill by block: kvpress' time over ours, 1 or 2 threads", "cpu",
+           _peer("prefill", "ours, by block"), least=1),
     Target("decode after it, one out for one in", "cpu", _peer("decode", "ours, by block"), least=1.2),
 )  # fmt: skip
 
@@ -367,6 +369,7 @@ def draw_decode(document: Document, path: Path) -> None:
     figure, axis = report.pyplot().subplots(figsize=(6, 5.2), layout="constrained")
     records = [r for r in document["results"] if r.get("kind") == "decode" and "milliseconds" in r]
     lines: dict[tuple[Any, ...], list[Record]] = {}
+    shapes = set[str]()
     for r in records:
         if r["budget"] is None or r["policy"] not in ("none", decode.POSITION_ONLY):
             lines.setdefault((r["run"], r["shape"], r["batch"], r["budget"], r["policy"]), []).append(r)
@@ -377,11 +380,12 @@ def draw_decode(document: Document, path: Path) -> None:
         kept = "full cache" if budget is None else f"{policy}, budget {budget:,}"
         style = "--" if budget is None else "-"
         times = [r["milliseconds"] for r in own]
-        axis.plot(prompts, times, style, color=colour, marker="o", label=f"{kept} ({run}, {shape} x {batch})")
+        shapes.add(shape)
+        axis.plot(prompts, times, style, color=colour, marker="o", label=f"{kept}, x {batch} ({run})")
         axis.plot(prompts, [r["floor_milliseconds"] for r in own], ":", color=colour, linewidth=1)
     axis.set(xscale="log", xlabel="tokens of the prompt", ylabel="ms of a decode step", ylim=(0, None))
-    axis.set_title(f"{_device(document)}; dotted: floors", fontsize=11)
-    figure.legend(loc="outside lower center", fontsize=9.5, frameon=False)
+    axis.set_title(f"{_device(document)}, {', '.join(sorted(shapes))}; dotted: floors", fontsize=9)
+    figure.legend(loc="outside lower center", fontsize=7, frameon=False)
     axis.grid(alpha=0.2)
     report.save(figure, path)
 

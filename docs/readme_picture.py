@@ -37,7 +37,8 @@ def draw(path: Path) -> None:
         axes.plot(lengths, peaks, marker="o", color=colour, linewidth=2.5, label=name)
         for length, peak, score in zip(lengths, peaks, scores, strict=True):
             axes.annotate(
-                f"{score:.0%}", (length, peak), (-8 if policy == "full" else 14, 6 * side), textcoords="offset points",
+                report.percent(score), (length, peak), (-8 if policy == "full" else 14, 6 * side),
+                textcoords="offset points",
                 color=colour, fontsize=12, fontweight="bold", ha="right" if policy == "full" else "center",
                 va="bottom" if side > 0 else "top",
             )  # fmt: skip

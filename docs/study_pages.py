@@ -141,8 +141,7 @@ def _budget(budget: Any) -> str:
 def _score(found: Mapping[tuple[str, Any], Cell], cell: Cell, budget: Any, policy: str) -> str:
     """Return a mean in percent with its interval, bold if within noise of the best policy under that budget."""
     most = max(len(one.samples) for one in found.values())
-    mean, low, high = (f"{100 * value:.0f}" for value in statistics.mean_interval(cell.scores, 0, 1))
-    text = f"{mean}%"
+    text, low, high = map(report.percent, statistics.mean_interval(cell.scores, 0, 1))
     if policy != "full":
         # The best is one of those with the most samples.
         own = [one for (_, at), one in found.items() if at == budget]
@@ -150,7 +149,7 @@ def _score(found: Mapping[tuple[str, Any], Cell], cell: Cell, budget: Any, polic
         less = cell.less(best)
         text = f"**{text}**" if less.size and statistics.paired_interval(less)[2] >= 0 else text
     few = f"<br>{len(cell.samples)} texts" if len(cell.samples) < most else ""
-    return f"{text}<br>[{low}, {high}]{few}"
+    return f"{text}<br>[{low[:-1]}, {high[:-1]}]{few}"
 
 
 def _bytes(study: studies.Study, held: Mapping[tuple[Panel, Any], Cell]) -> list[str]:
@@ -158,8 +157,9 @@ def _bytes(study: studies.Study, held: Mapping[tuple[Panel, Any], Cell]) -> list
     by_budget: dict[Any, list[Cell]] = {}
     for (_, budget), cell in held.items():
         by_budget.setdefault(budget, []).append(cell)
-    sizes = [f"{np.mean([cell.size for cell in own]):.0f}" for own in by_budget.values()]
-    peaks = [f"{max(cell.peak for cell in own):.0f}" for own in by_budget.values()]
+    ordered = [by_budget[budget] for budget in sorted(by_budget, key=lambda budget: (budget is None, budget))]
+    sizes = [f"{np.mean([cell.size for cell in own]):.0f}" for own in ordered]
+    peaks = [f"{max(cell.peak for cell in own):.0f}" for own in ordered]
     return [", ".join(dict.fromkeys(told)) for told in ([sizes, peaks] if study.evicts_once else [peaks])]
 
 

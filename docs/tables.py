@@ -27,7 +27,7 @@ sys.path.insert(0, str(DOCS.parent))
 
 from docs import study_pages  # noqa: E402
 from docs.study_pages import markdown  # noqa: E402
-from evals import claims, statistics, studies, study, study_panels  # noqa: E402
+from evals import claims, report, statistics, studies, study, study_panels  # noqa: E402
 from evals.run_settings import RECENCY, full_name  # noqa: E402
 from kvjax._src import former_names  # noqa: E402
 from kvjax._src.chains import LINKS  # noqa: E402
@@ -106,7 +106,7 @@ def choices() -> str:
 def answered(cells: Sequence[study_panels.Cell]) -> list[str]:
     """Return the share of questions that each form answers, and the most bytes that a prompt's cache took."""
     most = max(cell.peak for cell in cells)
-    return [*(f"{cell.scores.mean():.0%}" for cell in cells), f"{most:.0f} MiB"]
+    return [*(report.percent(cell.scores.mean()) for cell in cells), f"{most:.0f} MiB"]
 
 
 def found_share(r: Mapping[str, Any]) -> float:
@@ -278,7 +278,7 @@ def methods(kind: str) -> str:
     lines = []
     for m in METHODS[kind]:
         there = "run" in m and all((full_name(m["run"]), 0.25) in cells[q] for q in cells)
-        scores = [f"{cells[q][full_name(m['run']), 0.25].scores.mean():.0%}" if there else "" for q in cells]
+        scores = [report.percent(cells[q][full_name(m["run"]), 0.25].scores.mean()) if there else "" for q in cells]
         run = f"`{m['run']}`" if there else m.get("note", "")
         lines.append([f"`{m['name']}`", m["paper"], m["where"], f"`{m['file']}`", run, *scores])
     return markdown(head, lines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,8 +20,19 @@ MOMENTS = {"block": "by block", "prompt": "once", "published": "as published"}
 READS = "select="  # a line's policy begins so where nothing is evicted, and a decode step reads a part
 PICTURES = (".png", ".svg", ".pdf")
 GREY = "#7d868f"  # text that reads on white and on black
-# Okabe and Ito's colours, which colour-blind readers can tell apart, with violet for black; grey: reference lines.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1")
+# Okabe and Ito's colours, which colour-blind readers can tell apart, and violet; grey: reference lines.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#000000")
+
+
+def percent(share: float) -> str:
+    """Return a share in percent, halves upwards however they were added up: 0.575 is 58%.
+
+    Example:
+        >>> from evals.report import percent
+        >>> percent(0.575), percent(23 / 40)
+        ('58%', '58%')
+    """
+    return f"{math.floor(100 * share + 0.5 + 1e-9)}%"
 
 
 def task_table(

@@ -128,6 +128,7 @@ class Allocation:
         needs_nonnegative: whether it divides scores by their sum.
         one_layer: whether a layer can be evicted from without knowing the other layers.
         fills: whether it keeps as many tokens as the budget has room for.
+        by_score: whether the best tokens of a head stay in it, so that they may be drawn (:func:`kvjax.sample`).
         alike: whether all heads of a layer have the same number of slots, so that each device of a mesh holds its even
             share of the tokens.
     """
@@ -143,6 +144,7 @@ class Allocation:
     window: int = 0
     needs_nonnegative: bool = False
     fills: bool = True
+    by_score: bool = True
     alike: bool = False
 
     @property
@@ -538,7 +540,7 @@ def duo(
         streams = np.isin(np.arange(heads.size), least).reshape(c.layers, 1, c.heads)
         return _streamed(c, jnp.broadcast_to(streams, (*c.budget.shape, c.heads)), sinks, recent, cap)
 
-    return Allocation("duo", keep, scope="head", most=_most_by(importance, cap))
+    return Allocation("duo", keep, scope="head", most=_most_by(importance, cap), by_score=False)
 
 
 @register
@@ -579,7 +581,7 @@ def simlayer(
 
     return Allocation(
         "simlayer", keep, scope="head", most=_most("model", cap), measure=measure, measures=1,
-        statistics=frozenset({"last"}),
+        statistics=frozenset({"last"}), by_score=False,
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Int
 
 from kvjax._src.border import SAME
 from kvjax._src.cache import PARTS, AnyKind, KVCache, check_cache, dtypes_of, map_state, unreadable
-from kvjax._src.checks import is_known, plain
+from kvjax._src.checks import check_count, is_known
 from kvjax._src.paged import PagedCache
 
 
@@ -150,9 +150,12 @@ def _free_pages(cache: PagedCache, row: int | Int[Array, ""]) -> PagedCache:
 
 def _checked_row(cache: AnyKind, row: int | Int[Array, ""]) -> int | Int[Array, ""]:
     check_cache(cache)
-    row, rows = plain(row), cache.heads_shape[-2]
-    if isinstance(row, int) and not 0 <= row < rows:
-        raise ValueError(f"the row is {row}; the cache has rows 0 to {rows - 1}.")
+    rows = cache.heads_shape[-2]
+    there = f"the cache has rows 0 to {rows - 1}"
+    if is_known(row):
+        row = check_count("the row", row, 0, there)
+    if row >= rows if isinstance(row, int) else row.shape or not jnp.issubdtype(row.dtype, jnp.integer):
+        raise ValueError(f"the row is {row}; {there}.")
     if cache.ways[0] > 1:
         raise ValueError(f"the rows are split over {cache.ways[0]} devices, but one row comes or goes; use data=1.")
     return row

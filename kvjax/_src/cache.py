@@ -598,6 +598,7 @@ def compact[Cache: AnyKind](cache: Cache, slots: int) -> Cache:
         [0.0, 3.0]
     """
     slots = check_count("slots", slots, 1, "a cache needs at least 1")
+    check_cache(cache)
     if cache.paged:
         raise ValueError("a paged cache gives its free pages back at each eviction; there is nothing to compact.")
     larger = slots > cache.num_slots
@@ -629,6 +630,12 @@ def check_held(what: str, held: int, room: int) -> None:
     """Check that a head's live tokens fit into the slots that a copy has."""
     if held > room:
         raise ValueError(f"{what} is {room}, but a head holds {held} tokens: evict to a smaller budget, or give more.")
+
+
+def token_at(position: Int[Array, "B K S"], at: Int[Array, "B T"]) -> tuple[Int[Array, "B K S"], Bool[Array, "B K S"]]:
+    """Return which of a block's tokens, at the positions ``at``, each slot holds, and whether it holds one of them."""
+    same = (position[..., None] == at[:, None, None]) & (at >= 0)[:, None, None]
+    return jnp.argmax(same, axis=-1), jnp.any(same, axis=-1)
 
 
 def nth_true(mask: Array, n: Int[Array, "*batch M"]) -> Int[Array, "*batch M"]:

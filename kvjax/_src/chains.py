@@ -209,8 +209,7 @@ def _chain(links: tuple[Policy, ...]) -> Policy:
 def _check_errors(name: str, links: tuple[Policy, ...], needs: Needs) -> None:
     """Check that a base score can read squared errors in place of weights, and that no other link reads weights."""
     base, *others = links
-    repeated = base.needs.reconstruction
-    read = base.needs.statistics | (frozenset() if repeated is None else repeated.statistics)
+    read = base.needs.all_statistics
     what = None
     if not read:
         what = "reads no attention: no query observes"
@@ -232,7 +231,7 @@ def _check_sampled(name: str, links: tuple[Policy, ...], needs: Needs, heads: st
         what = f"{later[0]!r} changes scores behind {own}, by which tokens are drawn; put it before"
     elif heads == "layer":
         what = f"{own} draws for each head, but the heads of a layer share their tokens; take heads='group'"
-    elif needs.errors is not None or needs.statistics - LINEAR:
+    elif needs.errors is not None or needs.all_statistics - LINEAR:
         what = f"{own} needs scores that are linear in attention; take another score, such as 'h2o' or 'snapkv'"
     if what is not None:
         raise ValueError(f"{name!r}: {what}.")

@@ -232,11 +232,14 @@ def ask(
         columns, window = jax.lax.stop_gradient(join(window, columns, entered, policy.reads.window, how))
     if context.sliding_window is not None:
         budget = jnp.minimum(budget, context.sliding_window)
+    seen = columns
     if frees(context):  # what a block took back sees was seen by its queries, copies too
         columns = _of_live(here, columns)
     of_cache = here.key, here.value, here.position, here.next_position
     own = dataclasses.replace(context, implementation=how)  # that of what links run
-    left = None if context.sink_logits is None or policy.needs.errors is not None else _left(columns, entered)
+    left = None
+    if context.sink_logits is not None and policy.needs.errors is None:
+        left = _left(policy.needs.statistics, seen, columns, entered)
     if policy.draws:
         columns = own_share(columns, here.bias)
     observation = Observation(
@@ -266,15 +269,21 @@ def ask(
     return evidence, state
 
 
-def _left(columns: ColumnStatistics, queries: Int[Array, "B"]) -> Float[Array, "B K G 1"] | None:
-    """Return the share of the queries' attention that slots get in the mean, by a statistic that adds weights up."""
-    means = columns.window_mean, columns.last, columns.sum
-    mean = next((column for column in means if column is not None), None)
-    if mean is None:
+def _left(
+    read: frozenset[str], seen: ColumnStatistics, live: ColumnStatistics, queries: Int[Array, "B"]
+) -> Float[Array, "B K G 1"] | None:
+    """Return the share of the queries' attention that sinks leave to the tokens, in the mean, by what the score reads.
+
+    ``seen`` counts tokens that have left the sliding window, ``live`` does not: of these two the sinks take no part.
+    """
+    name = next((name for name in ("window_mean", "last", "sum") if name in read), None)
+    if name is None:
         return None
-    several, queries = mean is columns.sum, queries[:, None, None, None]
-    left = jnp.sum(mean, axis=3, keepdims=True) / (jnp.maximum(queries, 1) if several else 1)
-    return jnp.where(queries > 0, jnp.minimum(left, 1), 1)
+    queries = queries[:, None, None, None]
+    several = jnp.maximum(queries, 1) if name == "sum" else 1
+    whole, left = (jnp.sum(getattr(of, name), axis=3, keepdims=True) / several for of in (seen, live))
+    sinks = jnp.maximum(1 - whole, 0)
+    return jnp.where(queries > 0, jnp.where(left > 0, left / (left + sinks), 0), 1)
 
 
 def _of_live(here: KVCache, columns: ColumnStatistics) -> ColumnStatistics:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas import cache_attention
-from kvjax._src.cache import KVCache, compact, floats_of, map_parts, nth_true, part_of_kind
+from kvjax._src.cache import KVCache, compact, floats_of, map_parts, nth_true, part_of_kind, token_at
 from kvjax._src.checks import check_count, check_tokens
 from kvjax._src.topk import keep_mask
 
@@ -252,14 +252,8 @@ def remembered(
 
     Each is kept in the slot of the token at the position ``asked_at``, or nowhere for -1.
     """
-    (B, K, S), (_, T, N, D) = position.shape, query.shape
-    order = jnp.argsort(asked_at, axis=1)
-    places = jnp.take_along_axis(asked_at, order, axis=1)
-    found = jax.vmap(jnp.searchsorted)(places, position.reshape(B, K * S))  # [B, K S]
-    found = jnp.minimum(found, T - 1)
-    here = (jnp.take_along_axis(places, found, axis=1) == position.reshape(B, K * S)) & (position.reshape(B, -1) >= 0)
-    token = jnp.take_along_axis(order, found, axis=1).reshape(B, K, S)
-    here = here.reshape(B, K, S)
+    (B, K), (_, T, N, D) = position.shape[:2], query.shape
+    token, here = token_at(position, asked_at)
     queries = query.reshape(B, T, K, N // K, D).transpose(0, 2, 1, 3, 4).astype(state.query.dtype)
     queries = jnp.take_along_axis(queries, token[..., None, None], axis=2)
     positions = jnp.take_along_axis(jnp.broadcast_to(since[:, None], (B, K, T)), token, axis=2) + 1
@@ -284,7 +278,8 @@ def refitted(
     seen_from = jnp.where(position >= 0, seen_from, 0)  # a free slot may have that of a token that has left
     most = min(S, queries)
     count, place = jnp.sum(seen_from > 0), jnp.arange(most)
-    rank = 1 + jnp.where(count > most, place * count // most, place)
+    evenly = place * (count // most) + place * (count % most) // most  # place * count may overflow
+    rank = 1 + jnp.where(count > most, evenly, place)
     slot = nth_true(seen_from > 0, rank)
     sampled = jnp.take(query, slot, axis=0, mode="fill", fill_value=0).reshape(-1, D)
     since = jnp.repeat(jnp.take(seen_from, slot, mode="fill", fill_value=0), G)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kernels_pallas.caote_topk.reference import length
 from kernels_pallas.order_tokens.reference import by_position
 from kvjax._src.cache import as_stored, floats_of, map_state, nth_true, part_of_kind
 from kvjax._src.matching import Queries, refitted
@@ -162,8 +163,8 @@ def _with_state[Part: Any](cache: Part, new: Any, layer: int | Int[Array, ""] | 
 
 def most_similar(head: Head, similarity: float) -> tuple[Float[Array, "S D"], Bool[Array, "S"]]:
     """Fold each value into that of the token with the most similar key: D2O, with kvpress' weights."""
-    unit = head.key / jnp.maximum(length(head.key)[:, None], SMALL)
-    lengths = length(head.value)
+    unit = head.key / jnp.maximum(length(head.key, 2)[:, None], SMALL)
+    lengths = length(head.value, 2)
     cosine = jnp.matmul(_at(unit, head.gone), unit.T, precision=jax.lax.Precision.HIGHEST)
     cosine = jnp.where(head.stays[None], cosine, -jnp.inf)  # [E, S]
     target, nearest = jnp.argmax(cosine, axis=-1), jnp.max(cosine, axis=-1)
@@ -189,13 +190,6 @@ def next_tokens(head: Head, window: int) -> tuple[Float[Array, "S D"], Bool[Arra
     shares = jnp.where(near, (chance / count)[:, None], 0)
     added = jnp.matmul(shares.T, _at(head.value, head.gone), precision=jax.lax.Precision.HIGHEST)
     return head.value + added, jnp.any(shares > 0, axis=0)
-
-
-def length(x: Float[Array, "S D"]) -> Float[Array, "S"]:
-    """Return the norms of vectors; that of a vector of zeros has the derivative 0."""
-    squares = jnp.sum(x * x, axis=-1)
-    some = squares > 0  # a root has no derivative at 0
-    return jnp.where(some, jnp.sqrt(jnp.where(some, squares, 1)), 0)
 
 
 def _at(array: Array, slot: Int[Array, "E"]) -> Array:

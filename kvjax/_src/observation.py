@@ -84,6 +84,11 @@ class Needs:
         """Say whether keys must be rotated at their positions in the text, to compare with queries or for a loss."""
         return self.rotary or self.queries or (self.reconstruction is not None and self.reconstruction.loss is not None)
 
+    @property
+    def all_statistics(self) -> frozenset[str]:
+        """Return the column statistics that are read of the text and of its repetition."""
+        return self.statistics | (frozenset() if self.reconstruction is None else self.reconstruction.statistics)
+
     def __or__(self, other: Needs) -> Needs:
         windows = sorted({self.window, other.window} - {0})
         if len(windows) > 1:

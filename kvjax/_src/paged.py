@@ -384,6 +384,8 @@ def pack(cache: KVCache | LayerCaches, *, pages: int, page_size: int, most: int)
         check_count(name, size, 1, "a cache needs at least 1")
         for name, size in {"pages": pages, "page_size": page_size, "most": most}.items()
     )
+    if not isinstance(cache, KVCache | LayerCaches):
+        raise ValueError(f"the cache is a {type(cache).__name__}; expected a plain one, whose tokens go into pages.")
     if isinstance(cache, LayerCaches) and not cache.alike:
         raise ValueError("pages hold tokens of one head dim, and as many heads of each layer, but the layers differ.")
     heads, live, M = cache.heads_shape, cache.live, -(-most // page_size)

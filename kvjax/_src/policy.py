@@ -216,6 +216,9 @@ def check_allocation(policy: Policy) -> None:
     if policy.draws and allocation.statistics - LINEAR:
         what = f"{allocation.name!r} measures more of attention than is linear in it, and tokens count for several"
         raise ValueError(f"{name!r}: {what}; take another allocation.")
+    if policy.draws and not allocation.by_score:
+        what = f"heads of {allocation.name!r} keep tokens by their places, but {plain!r} draws them by their scores"
+        raise ValueError(f"{name!r}: {what}; take another allocation.")
     _reads(name, needs, allocation)
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas.cache_attention.api import check_projection, check_sinks, check_statistics
+from kernels_pallas.cache_attention.api import check_sinks, check_statistics
 from kernels_pallas.checks import check_soft_cap
 from kvjax._src.cache import HeadState, KVCache, check_all_heads, check_cache, is_emptied
 from kvjax._src.capacity import beyond_mean
@@ -70,7 +70,7 @@ def protected(policy: Policy | str | None, budget: Any) -> tuple[Any, Any]:
         >>> kvjax.protected("snapkv(window=16)+protect(sinks=4,recent=0.5)", 100)
         (4, 50)
     """
-    policy = policy_of(policy)
+    policy, budget = policy_of(policy), check_tokens(budget, np.shape(budget))
     return (0, 0) if policy is None else policy.protected(budget)
 
 
@@ -192,6 +192,9 @@ def check_shapes(
     B, K = cache.heads_shape[-2:]
     D = cache.arrays.head_dim
     query, key, value = real_array("query", query), real_array("key", key), real_array("value", value)
+    for name, array in {"query": query, "key": key, "value": value}.items():
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(f"{name} is {array.dtype}; give floating-point numbers, such as float32 or bfloat16.")
     shapes = query.shape, key.shape, value.shape
     fit = all(len(shape) == 4 and shape[0] == B and shape[3] == D for shape in shapes)
     if not fit or key.shape != value.shape or query.shape[1] != key.shape[1]:
@@ -226,9 +229,8 @@ def checked_budget(
     if not known:  # else insert checks the cache's contents
         check_fits(cache, T, position)
     check_policy_given(policy, budget)
-    if policy is not None and policy.reads.errors == "output":
-        N, K = query.shape[2], cache.heads_shape[-1]
-        check_projection(part_of(context.projection, "factor"), True, (K, N // K, query.shape[3]))
+    if policy is not None:
+        _check_projections(policy, context, cache.heads_shape[-1], *query.shape[2:])
     if policy is None or budget is None:
         return policy, None
     if isinstance(plain(budget), float):
@@ -243,6 +245,14 @@ def checked_budget(
         entering = T if context.excess is None else min(T, context.excess)
         _check_room(cache, policy, np.broadcast_to(budget, B), entering, context.sliding_window)
     return policy, np.asarray(budget, np.int32)
+
+
+def _check_projections(policy: Policy, context: Context, K: int, N: int, D: int) -> None:
+    """Check that the context has the parts of W_O that a policy reads, of as many heads as the block."""
+    for kind in sorted(policy.needs.projections):
+        part, heads = part_of(context.projection, kind, policy.name), (K, D) if kind == "joint" else (K, N // K, D)
+        if part.ndim != len(heads) + 1 or part.shape[: len(heads)] != heads:
+            raise ValueError(f"W_O's {kind!r} is {part.shape}; expected {heads} and one axis more, for these heads.")
 
 
 def _check_room(

@@ -52,12 +52,12 @@ def select(
     importance = real_array("importance", importance)
     if importance.ndim != 3:
         raise ValueError(f"importance {importance.shape} does not fit: expected [B, H, S], one decode step's.")
-    budget, sinks = plain(budget), plain(sinks)
-    chosen = selected_mask(importance, position, budget, sinks=sinks)
-    if not isinstance(budget, int | float):
-        raise ValueError("the budget is an array, from which the number of slots M does not follow; give a number.")
+    number, sinks = _checked(importance, position, budget, sinks, None)
+    chosen = selected_mask(importance, position, number, sinks=sinks)
+    if not isinstance(number, int | float):
+        raise ValueError(f"the budget is {budget!r}, from which the number of slots M does not follow; give a number.")
     B, H, S = chosen.shape
-    size = min(S, sinks + (share_of_tokens(budget, S) if isinstance(budget, float) else budget))
+    size = min(S, sinks + (share_of_tokens(number, S) if isinstance(number, float) else number))
     slots = nth_true(chosen, jnp.broadcast_to(jnp.arange(1, size + 1), (B, H, size)))
     return jnp.where(slots < S, slots, -1)
 

@@ -11,9 +11,9 @@ from jaxtyping import Array, Float, Int
 
 from kernels_pallas.cache_attention.api import check_projection
 from kernels_pallas.caote_topk.reference import shares
-from kvjax._src.cache import Positions, nth_true
+from kvjax._src.cache import Positions, nth_true, token_at
 from kvjax._src.chains import no_state, register, unchanged
-from kvjax._src.checks import MOST, check_count
+from kvjax._src.checks import MOST, check_count, check_names
 from kvjax._src.matching import Queries, remembered
 from kvjax._src.merging import Merging, Received, most_similar, next_tokens, rematched
 from kvjax._src.moments import Evicted, absorbed, residuals
@@ -35,8 +35,10 @@ def normalise() -> Policy:
     """
 
     def update(scores: Scores, state: Any, o: Observation) -> tuple[Scores, Any]:
-        lowest = jnp.min(jnp.where(o.live[:, :, None], scores, jnp.inf), axis=-1, keepdims=True)
-        return normalised(scores - jnp.minimum(lowest, 0), o), state
+        live = o.live[:, :, None]
+        counts = live & (scores > -jnp.inf)  # what a link has scored so never stays, and has no share
+        lowest = jnp.min(jnp.where(counts, scores, jnp.inf), axis=-1, keepdims=True)
+        return jnp.where(live & ~counts, -jnp.inf, shares(scores - jnp.minimum(lowest, 0), counts)), state
 
     return Policy("normalise", no_state, update, nonnegative=True)
 
@@ -359,6 +361,8 @@ def pooled(scores: Scores, o: Observation, kernel: int, pooling: str) -> Scores:
         >>> jax.jit(pooled)(scores, jnp.array([[[0, 3, 1, 2]]]))[0, 0, 0].tolist()
         [1.0, 6.0, 6.0, 6.0]
     """
+    check_kernel("pooled", kernel)
+    check_names("pooling", pooling, ("avg", "max"))
     order = o.ordered
     reduce, nothing = (jax.lax.add, 0.0) if pooling == "avg" else (jax.lax.max, -jnp.inf)
     scores = jnp.where(o.live[:, :, None], scores, nothing)
@@ -406,8 +410,7 @@ def _with_new_norms(norms: Float[Array, "B K S"], o: Observation) -> Float[Array
 def entered_slots(o: Observation) -> Int[Array, "B K T"]:
     """Return the slots of the block's tokens, in slot order; S where there are fewer than T, as :func:`put` drops S."""
     (B, T), K = o.query_position.shape, o.position.shape[1]
-    places = jnp.where(o.query_position >= 0, o.query_position, o.next_position[:, None])
-    new = o.live & (o.position >= jnp.min(places, axis=1)[:, None, None])
+    new = o.live & token_at(o.position, o.query_position)[1]
     return nth_true(new, jnp.broadcast_to(jnp.arange(1, T + 1), (B, K, T)))
 
 
@@ -433,15 +436,8 @@ def with_tokens(state: Float[Array, "B K S *rest"], o: Observation, new: Float[A
         here = o.live & (o.position == o.query_position[:, :, None])
         here = here.reshape(*here.shape, *(1,) * (new.ndim - 3))
         return jnp.where(here, new.swapaxes(1, 2).astype(state.dtype), state)
-    slot = entered_slots(o)
-    position = jnp.take_along_axis(o.position, slot, axis=2, mode="fill", fill_value=0)
-    valid = o.query_position >= 0
-    earlier = valid[:, None, None] & (o.query_position[:, None, None] < position[..., None])
-    place = jnp.sum(earlier, axis=-1)  # of the token in the block, whose positions may leave gaps
-    token = jax.vmap(jax.vmap(nth_true, in_axes=(None, 0)))(valid, place + 1)  # [B, K, T]
-    new = new.swapaxes(1, 2)
-    index = token.reshape(*token.shape, *(1,) * (new.ndim - token.ndim))
-    return put(state, slot, jnp.take_along_axis(new, index, axis=2, mode="fill", fill_value=0).astype(state.dtype))
+    token, here = (x.reshape(*x.shape, *(1,) * (new.ndim - 3)) for x in token_at(o.position, o.query_position))
+    return jnp.where(here, jnp.take_along_axis(new.swapaxes(1, 2), token, axis=2).astype(state.dtype), state)
 
 
 def _output_length(
