@@ -116,6 +116,8 @@ _errors = jax.jit(eviction_error, static_argnames=("fast", "norm", "group", "joi
 def _check_weights(A: np.ndarray, mask: Any) -> None:
     """Check that known weights are those of a softmax; under jit nobody knows them."""
     A = A.astype(np.float32)
+    if not A.size:
+        return
     if np.isnan(A).any():
         raise ValueError("the weights contain NaN; softmax over a row without live tokens is the usual cause.")
     live = np.where(np.isfinite(A) & (True if mask is None else np.asarray(mask)), A, 0)

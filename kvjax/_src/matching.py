@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas import cache_attention
 from kvjax._src.cache import KVCache, compact, floats_of, map_parts, nth_true, part_of_kind, token_at
-from kvjax._src.checks import check_count, check_tokens
+from kvjax._src.checks import check_count, check_tokens, real_array
 from kvjax._src.topk import keep_mask
 
 MOST_BIAS = 3.0  # and least -3.0: the bounds that the authors give for chosen keys
@@ -84,8 +84,9 @@ def match_attention(
         scale: factor of the logits, D ** -0.5 by default.
 
     Returns:
-        A cache of ``budget`` slots with the new values and a ``bias``, float32 ``[B, K, budget]``, which attention adds
-        to the logits. A bias that the given cache had is part of what is matched.
+        A cache of ``budget`` slots, or as many as the given one has if these are fewer, with the new values and a
+        ``bias``, float32 and one number for each slot, which attention adds to the logits. A bias that the given cache
+        had is part of what is matched.
 
     Raises:
         ValueError: if the cache is not one plain layer with absolute positions, or the shapes do not fit.
@@ -104,8 +105,9 @@ def match_attention(
     if not isinstance(cache, KVCache) or cache.positions != "absolute" or cache.rotated is not None:
         kind = f"{type(cache).__name__} of {cache.positions!r} positions"
         raise ValueError(f"the cache is a {kind}; give a KVCache of one layer, with keys, values and own positions.")
-    (B, K, S), (_, T, N, D) = cache.position.shape, query.shape
-    if query.shape[0] != B or N % K or cache.head_dim != D:
+    query = real_array("queries", query)
+    (B, K, S), (rows, T, N, D) = cache.position.shape, query.shape if query.ndim == 4 else (0, 0, 0, 0)
+    if rows != B or N % K or cache.head_dim != D:
         raise ValueError(f"queries {query.shape} do not fit a cache of {B} rows, {K} heads of {cache.head_dim}.")
     budget = check_count("the budget", budget, 1, "give tokens per head, an int from 1")
     budget = min(check_tokens(budget), S)

@@ -79,6 +79,13 @@ class Needs:
 
     __repr__ = fields_given
 
+    def __post_init__(self) -> None:
+        for name in ("statistics", "projections", "predicted"):
+            given = getattr(self, name)
+            if isinstance(given, str):
+                raise ValueError(f"{name} is {given!r}; give a collection of names, such as {{{given!r}}}.")
+            object.__setattr__(self, name, frozenset(given))
+
     @property
     def text_positions(self) -> bool:
         """Say whether keys must be rotated at their positions in the text, to compare with queries or for a loss."""

@@ -218,7 +218,10 @@ def checked_budget(
     """Return the policy and the budget (int32) of a block, after checks that they are valid and that the block fits."""
     policy, T = policy_of(policy), query.shape[1]
     check_soft_cap(context.soft_cap)
-    check_sinks(None if context.sink_logits is None else real_array("sink_logits", context.sink_logits), query.shape[2])
+    if (sinks := context.sink_logits) is not None:
+        check_sinks(real_array("sink_logits", sinks), query.shape[2])
+        if not hasattr(sinks, "astype"):
+            raise ValueError(f"sink_logits is a {type(sinks).__name__}; give an array.")
     if is_known(context.sliding_window) and context.sliding_window is not None:
         check_count("sliding_window", context.sliding_window, 1, "a query sees at least its own position")
     if context.tokens is not None and np.shape(context.tokens) != query.shape[:2]:
@@ -248,8 +251,8 @@ def checked_budget(
 
 
 def _check_projections(policy: Policy, context: Context, K: int, N: int, D: int) -> None:
-    """Check that the context has the parts of W_O that a policy reads, of as many heads as the block."""
-    for kind in sorted(policy.needs.projections):
+    """Check that the parts of W_O that a policy reads are of as many heads as the block."""
+    for kind in () if context.projection is None else sorted(policy.needs.projections):
         part, heads = part_of(context.projection, kind, policy.name), (K, D) if kind == "joint" else (K, N // K, D)
         if part.ndim != len(heads) + 1 or part.shape[: len(heads)] != heads:
             raise ValueError(f"W_O's {kind!r} is {part.shape}; expected {heads} and one axis more, for these heads.")

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax._src.checks import check_names
+from kvjax._src.checks import check_names, real_array
 
 KINDS = ("weight", "gram", "joint", "factor")
 
@@ -52,6 +52,7 @@ def output_projection(weight: Float[Array, "*L N D E"], kv_heads: int, kinds: st
     """
     kinds = frozenset([kinds] if isinstance(kinds, str) else kinds)
     check_names("kind", kinds, KINDS)
+    weight = real_array("W_O", weight)
     if weight.ndim < 3 or kv_heads < 1 or weight.shape[-3] % kv_heads:
         raise ValueError(f"W_O {weight.shape} does not fit {kv_heads} KV heads: expected [N, D, E], N a multiple.")
     *L, N, D, E = weight.shape
@@ -74,6 +75,8 @@ def output_projection(weight: Float[Array, "*L N D E"], kv_heads: int, kinds: st
 
 def part_of(projection: OutputProjection | None, kind: str, link: str = "caote(target='output')") -> Array:
     """Return a part of a layer's output projection, which a link cannot do without."""
+    if projection is not None and not isinstance(projection, OutputProjection):
+        raise ValueError(f"the projection is a {type(projection).__name__}; give what kvjax.output_projection returns.")
     part = None if projection is None else getattr(projection, kind)
     if part is None:
         raise ValueError(f"{link} reads W_O's {kind!r}, which is missing: hand over Context(projection=...).")

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Real
 
-from kvjax._src.checks import is_float, shown
+from kvjax._src.checks import is_float, real_array, shown
 
 LARGEST = {"int8": 127, "float8_e4m3fn": 448}  # the dtypes of eight bits, and the largest number that is used of each
 DtypesLike = DTypeLike | tuple[DTypeLike, DTypeLike]  # what check_dtypes takes
@@ -101,7 +101,7 @@ def quantise(vectors: Float[Array, "*slots D"], dtype: DTypeLike) -> Quantised:
     name = check_dtype(dtype)
     if name not in LARGEST:
         raise ValueError(f"dtype is {shown(dtype)}; vectors are rounded to {' or '.join(map(repr, LARGEST))}.")
-    vectors = jax.lax.stop_gradient(vectors).astype(jnp.float32)
+    vectors = jax.lax.stop_gradient(real_array("vectors", vectors)).astype(jnp.float32)
     scale = jnp.max(jnp.abs(vectors), axis=-1) / LARGEST[name]
     usable = (scale > 0) & (scale < jnp.inf)  # else 0, and 0 times an infinite scale, or a NaN, is NaN
     scaled = jnp.where(usable[..., None], vectors, 0) / jnp.where(usable, scale, 1)[..., None]
@@ -121,6 +121,7 @@ def dequantise(values: Real[Array, "*slots D"], scale: Float[Array, "*slots"]) -
         >>> there_and_back(np.float32([[127.0, -3.2]])).tolist()
         [[127.0, -3.0]]
     """
+    values, scale = real_array("values", values), real_array("scale", scale)
     return values.astype(jnp.float32) * scale[..., None]
 
 
@@ -139,5 +140,6 @@ def straight_through(vectors: Float[Array, "*slots D"], dtype: DTypeLike) -> Flo
         ... ).tolist()
         [[254.0, -6.0]]
     """
+    vectors = real_array("vectors", vectors)
     rounded = dequantise(*quantise(vectors, dtype)).astype(vectors.dtype)
     return rounded + (vectors - jax.lax.stop_gradient(vectors))  # plus 0, so that nothing is rounded again

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Num
 
 from kernels_pallas.split_heads.reference import rotated
+from kvjax._src.checks import real_array
 
 
 def rotate(
@@ -19,6 +20,7 @@ def rotate(
         >>> rotate(jnp.array([1.0, 0.0]), jnp.array([0.0]), jnp.array([1.0])).tolist()
         [0.0, 1.0]
     """
+    x, cos, sin = real_array("x", x), real_array("cos", cos), real_array("sin", sin)
     if x.shape[-1:] != (2 * cos.shape[-1],) or cos.shape != sin.shape:
         raise ValueError(f"heads {x.shape} need cosines and sines for each two elements, not {cos.shape}, {sin.shape}.")
     return rotated(x, cos, sin)
@@ -37,6 +39,7 @@ def turn(
         >>> turn(jnp.array([1.0, 0.0]), jnp.array(0), jnp.array([0.1])).tolist()
         [1.0, 0.0]
     """
+    x, by, frequency = real_array("x", x), real_array("by", by), real_array("frequency", frequency)
     angle = by[..., None].astype(frequency.dtype) * frequency
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     return rotate(wide, jnp.cos(angle), jnp.sin(angle)).astype(x.dtype)

@@ -52,8 +52,9 @@ def select(
     importance = real_array("importance", importance)
     if importance.ndim != 3:
         raise ValueError(f"importance {importance.shape} does not fit: expected [B, H, S], one decode step's.")
-    number, sinks = _checked(importance, position, budget, sinks, None)
-    chosen = selected_mask(importance, position, number, sinks=sinks)
+    number, sinks = plain(budget), plain(sinks)
+    chosen = selected_mask(importance, position, budget, sinks=sinks)
+    number = check_share_or_tokens(number) if isinstance(number, str) else number
     if not isinstance(number, int | float):
         raise ValueError(f"the budget is {budget!r}, from which the number of slots M does not follow; give a number.")
     B, H, S = chosen.shape

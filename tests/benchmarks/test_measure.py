@@ -1,5 +1,6 @@
 """Test what benchmarks share: turns, memory that is checked; and kernels on arrays that are what they say."""
 
+import argparse
 import json
 import re
 
@@ -10,6 +11,7 @@ import pytest
 from benchmarks import kernels, measure
 from benchmarks.__main__ import main
 from benchmarks.shapes import SHAPES
+from models import commands
 from tests.tiers import matrix
 
 
@@ -119,3 +121,17 @@ def test_a_kernel_that_breaks_stops_no_other_and_a_broken_reference_is_loud():
 
     with pytest.raises(TypeError, match="broken"):
         kernels.measurement(given._replace(call=broken), ["reference"], TIMING)
+
+
+def test_a_killed_run_leaves_the_file_of_the_one_before(tmp_path):
+    flags = argparse.Namespace(json=tmp_path / "found.json", invocation=commands.Invocation("x", 0.0))
+
+    def killed():
+        yield {"milliseconds": 2.0}
+        raise KeyboardInterrupt
+
+    measure.collect(flags, "x", {}, iter([{"milliseconds": 1.0}]))
+    with pytest.raises(KeyboardInterrupt):
+        measure.collect(flags, "x", {}, killed())
+    found = [json.loads((tmp_path / name).read_text())["results"] for name in ("found.json", "found.partial.json")]
+    assert found == [[{"milliseconds": 1.0}], [{"milliseconds": 2.0}]]

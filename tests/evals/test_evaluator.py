@@ -119,6 +119,18 @@ def test_a_difference_is_that_of_the_means_over_tasks():
     assert row["difference"] == pytest.approx(lines["h2o+caote"] - lines["h2o"]) == pytest.approx(-0.25)
 
 
+@pytest.mark.parametrize("ties", [4, 8])
+def test_samples_without_a_difference_do_not_make_a_small_task_s_decisive(ties):
+    both = [
+        record(float(policy == "h2o+caote" and task == "a"), sample=i, task=task, policy=policy)
+        for policy in ("h2o", "h2o+caote")
+        for task, count in {"a": 4, "b": ties}.items()
+        for i in range(count)
+    ]
+    (row,) = summaries.compare(both)
+    assert (row["difference"], row["better"]) == (pytest.approx(0.5), "within noise")
+
+
 def test_texts_losses_become_a_perplexity_and_its_increase_over_the_same_texts():
     """A text's loss counts once, however many questions it has; the full cache's other texts are left out."""
 
@@ -196,6 +208,14 @@ def test_settings_share_a_prompt_where_they_evict_after_it():
     for other in (dict(cache_dtype="int8"), dict(question="unknown"), dict(policy="sage(heads='query')")):
         other = dataclasses.replace(same, **other)
         assert run_settings.sharing([same, other]) == [[same], [other]]
+
+
+def test_what_was_shared_is_counted_for_the_groups_that_each_setting_answers():
+    known = [run_settings.Setting(policy, 40, "prompt", "known") for policy in ("snapkv", "h2o", "tova")]
+    later = [dataclasses.replace(setting, question="unknown") for setting in known]
+    note = run_settings.sharing_note([(20, known), (20, later)])
+    assert note == "shared prompts: 40 went through the model in place of 120"
+    assert run_settings.sharing_note([(20, known[:1]), (20, later[:1])]) is None
 
 
 @pytest.mark.parametrize("question", first(0, ["known"]) + first(0, ["unknown"], rest=nightly))

@@ -178,6 +178,10 @@ def test_a_simulated_selection_decodes_no_answers():
         (dict(select="quest"), "give the share that is read"),
         (dict(select="quest", policy="tova", budget=0.5), "give one of them"),
         (dict(speed=3), "has no argument speed"),
+        (dict(select="quest", budget=0.5, when="block"), "when was given, which a selection does not read"),
+        (dict(policy="tova", budget=8, sinks=7), "sinks was given, which a policy does not read"),
+        (dict(batch_size=-4), "batch_size is -4; give at least 1"),
+        (dict(max_length="abc"), "max_length is 'abc'; give at least 1"),
     ],
 )
 def test_bad_arguments_end_in_one_sentence(arguments, message):

@@ -43,7 +43,7 @@ def test_a_damaged_line_is_named_and_nothing_is_lost(tmp_path, line):
 def test_other_settings_are_refused_and_what_differs_is_listed(tmp_path):
     with store(tmp_path, {"seed": 0, "model": "a", "tasks": ("vt",)}):
         pass
-    store(tmp_path, {"seed": 0, "model": "a", "tasks": ("vt",)}).check()
+    store(tmp_path, {"seed": 0, "model": "a", "tasks": ("vt",), "batch": 4, "against": "h2o"}).check()  # which are free
     with pytest.raises(ValueError, match="model was 'a' and is 'b'; seed was 0 and is None"):
         store(tmp_path, {"model": "b", "tasks": ("vt",)}).check()
     with pytest.raises(ValueError, match="holds results of 'ruler', not of 'longbench'"):
@@ -114,6 +114,11 @@ def test_records_of_other_weights_are_refused(tmp_path):
         second.check_digests({"model": "another"}, {"weights": "3"})
         with pytest.raises(ValueError, match=r"different weights \('1', now '2'\)"):
             second.check_digests(about, {"weights": "2", "prose": "2"})
+        with pytest.raises(ValueError, match=r"different gate \(none, now '4'\)"):
+            second.check_digests(about, digests | {"gate": "4"})
+        second.check_digests(about, digests | {"gate": "4"}, ["gate"])  # of a policy that was added
+        with pytest.raises(ValueError, match=r"different gate \('4', now '5'\)"):
+            second.check_digests(about, digests | {"gate": "5"}, ["gate"])
     assert [known["labels"]["model"] for known in results.read_header(tmp_path)["fingerprints"]] == ["m", "another"]
 
 

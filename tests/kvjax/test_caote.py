@@ -122,3 +122,36 @@ def test_beside_sinks_it_is_the_error_of_evicting_with_their_weight_left(link):
         expected = eviction_errors(A.mean(0) if "mean" in link else A, V)[:-1]
     assert A[:, :-1].max() > 0.5
     np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
+def scored(policy, **given):
+    """The scores of six tokens [1, 1, S] in a layer with what is given, before anything is evicted."""
+    query, key, value = np.random.default_rng(8).normal(size=(3, 1, 6, 2, D)).astype(np.float32)
+    cache = blocks.empty(policy, batch=1, kv_heads=2, query_heads=2, head_dim=D, budget=6, block=6)
+    step = jax.jit(functools.partial(kvjax.observe, policy=policy, budget=6, context=kvjax.Context(**given)))
+    return np.asarray(step(cache, query, key, value)[2].scores)[..., :6]
+
+
+@pytest.mark.parametrize("score", ["h2o", "tova(heads='group')"])
+def test_a_sink_that_takes_nothing_changes_nothing_where_tokens_have_left_the_sliding_window(score):
+    policy = kvjax.parse(f"{score}+caote(target='value')+normalise@uniform")
+    alone, beside = (scored(policy, sliding_window=4, **sink) for sink in ({}, {"sink_logits": np.full(2, -1e9)}))
+    np.testing.assert_allclose(beside, alone, rtol=1e-5)
+
+
+def test_beside_sinks_an_allocation_that_measures_attention_changes_no_score():
+    name, sinks = "tova(heads='group')+caote", np.full(2, 0.5, np.float32)
+    alone, measured = (scored(kvjax.parse(f"{name}{at}"), sink_logits=sinks) for at in ("@layer", "@d2o(window=4)"))
+    np.testing.assert_allclose(measured, alone, rtol=1e-6)
+
+
+def test_normalised_scores_keep_their_order_beside_a_value_that_is_not_finite():
+    q, k, v = np.random.default_rng(9).normal(size=(3, 1, 5, 1, D)).astype(np.float32)
+    v[0, 4] = np.nan
+    policies = [kvjax.parse(f"tova(heads='group')+caote{link}") for link in ("", "+normalise")]
+    kept = []
+    for policy in policies:
+        cache = blocks.empty(policy, batch=1, kv_heads=1, query_heads=1, head_dim=D, budget=2, block=5)
+        _, cache = jax.jit(functools.partial(kvjax.attend, policy=policy, budget=2))(cache, q, k, v)
+        kept.append(sorted(set(np.asarray(cache.position).ravel().tolist())))
+    assert kept[0] == kept[1] and 4 not in kept[0]

@@ -121,6 +121,9 @@ def test_a_score_of_attention_sees_what_the_token_itself_gets():
         ("laprox+sample", "linear in attention"),
         ("snapkv+sample@cake", "'cake' measures more of attention than is linear in it"),
         ("h2o+sample+merge", "merges values twice"),
+        ("kvgrad(measure='change')+sample", "linear in attention"),
+        ("h2o+sample@duo", "heads of 'duo' keep tokens by their places"),
+        ("h2o+sample@simlayer", "heads of 'simlayer' keep tokens by their places"),
         ("h2o+sample(power=0)", "give a number in"),
     ],
 )

@@ -215,6 +215,20 @@ def test_what_a_network_predicts_of_a_token_is_its_own_whatever_positions_lie_be
     assert by_position[int(position[0, -1])] == max(by_position.values())
 
 
+@pytest.mark.parametrize("order", [[1, 2, 4, 5], [4, 5, 1, 2], [5, 1, 4, 2]])
+def test_what_a_network_predicts_of_a_token_is_its_own_in_whatever_order_tokens_come(order):
+    q, k, v = np.random.default_rng(38).normal(size=(3, 1, 4, 1, D)).astype(np.float32)
+    policy = kvjax.parse("zap@uniform")
+    step = jax.jit(functools.partial(kvjax.observe, policy=policy, budget=6))
+    cache = kvjax.empty_cache(policy, kv_heads=1, head_dim=D, budget=6, block=2)
+    for start in (0, 2):
+        own = np.array([order[start : start + 2]])
+        context = kvjax.Context(predicted=kvjax.Prediction(score=own[..., None].astype(np.float32)))
+        _, cache, evidence = step(cache, *(x[:, start : start + 2] for x in (q, k, v)), own, context=context)
+    scores = {int(p): float(s) for p, s in zip(cache.position[0, 0], evidence.scores[0, 0], strict=True) if p >= 0}
+    assert sorted(scores, key=scores.__getitem__) == [1, 2, 4, 5]
+
+
 def test_sage_keeps_what_it_chose_in_a_row_without_a_query_in_the_block():
     policy, block = kvjax.sage(), blocks.make(37)
     seen = block.observation

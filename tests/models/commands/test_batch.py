@@ -92,6 +92,8 @@ def test_answers_are_those_of_the_cache_dtype_and_of_the_words_that_kvzip_repeat
 def test_other_answers_are_never_mixed_nor_overwritten(folder, answers, capsys):
     assert run(folder, *SETTINGS[:-1], "6") == 2
     assert "is of another run (other max_new_tokens); name another --out" in capsys.readouterr().err
+    assert run(folder, *SETTINGS, "--dtype", "bfloat16") == 2
+    assert "is of another run (other dtype); name another --out" in capsys.readouterr().err
     (folder / "other.jsonl").write_text(json.dumps({"prompt": "Another one."}) + "\n")
     assert run(folder, prompts="other.jsonl") == 2
     assert "answers another prompt than line" in capsys.readouterr().err

@@ -230,6 +230,9 @@ def test_a_repetition_penalty_counts_the_whole_conversation(model, tmp_path):
     kvjax.save_cache(file, talk.now.cache, **talk._made_with())
     with pytest.raises(ValueError, match="does not say which tokens were said, which a repetition penalty needs"):
         other.load(file)
+    plain = Conversation(model, tokenizer_of(CHATML), **SETTINGS | dict(repetition_penalty=None))
+    plain.load(file)  # which needs to know of none
+    assert plain.now.pending == () and plain.nbytes == talk.nbytes
 
 
 @pytest.mark.parametrize(
