@@ -74,7 +74,7 @@ def absorbed(
 
 def residuals(state: Evicted, o: Observation) -> Float[Array, "B K S"]:
     """Return how far each token's value is from what the moments expect of its key (equation 10)."""
-    key, value = (jnp.where(o.live[..., None], x.astype(jnp.float32), 0) for x in (o.key, o.value))
+    key, value = o.live_key, o.live_value
     # The paper's factor, whatever the model's is: queries may come scaled already, but keys do not.
     return jnp.linalg.norm(value - state.expected(key.shape[-1] ** -0.5 * key), axis=-1)
 

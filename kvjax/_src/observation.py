@@ -13,6 +13,7 @@ import dataclasses
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas import ColumnStatistics, Order
@@ -224,6 +225,16 @@ class Observation(NamedTuple):
     def live(self) -> Array:
         """Return a mask of the slots that hold a token, bool ``[B, K, S]``."""
         return self.position >= 0
+
+    @property
+    def live_key(self) -> Array:
+        """Return the keys in float32, with 0 in free slots, which may hold what was there before."""
+        return jnp.where(self.live[..., None], self.key.astype(jnp.float32), 0)
+
+    @property
+    def live_value(self) -> Array:
+        """Return the values in the same way."""
+        return jnp.where(self.live[..., None], self.value.astype(jnp.float32), 0)
 
     @property
     def layer(self) -> int | Int[Array, ""]:

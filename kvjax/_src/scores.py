@@ -986,5 +986,4 @@ def _turned_back(o: Observation, frequency: Float[Array, "rows half"], future: i
     coming = o.next_position[:, None] + jnp.arange(future, dtype=jnp.int32)[None]
     angle = coming[..., None].astype(frequency.dtype) * frequency[:, None]  # [B, future, D / 2]
     cos, sin = (jnp.mean(wave(angle), axis=1)[:, None, None] for wave in (jnp.cos, jnp.sin))
-    key = jnp.where(o.live[..., None], o.key.astype(jnp.float32), 0)
-    return rotate(key, cos, -sin)
+    return rotate(o.live_key, cos, -sin)

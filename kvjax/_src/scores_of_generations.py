@@ -157,12 +157,12 @@ def triattention(*, file: str | None = None, content: str | None = None, future:
         heads = jnp.arange(o.key.shape[1]) if o.head is None else o.head
         own = jnp.asarray(centres)[o.layer][heads]  # [K, G, 3 D / 2]
         mean, length = own[..., : o.key.shape[3]], own[..., o.key.shape[3] :]
-        key = jnp.where(o.live[..., None], o.key.astype(jnp.float32), 0)
+        key = o.live_key
         cos, sin = _coming(o, frequency, future)
         query = rotate(mean[None], cos[:, None, None], sin[:, None, None])  # [B, K, G, D]
-        spread = length - _lengths(mean)
+        spread = length - _pair_lengths(mean)
         found = jnp.einsum("bkgd,bksd->bkgs", query, key, precision=_HIGH)
-        found = found + jnp.einsum("kgf,bksf->bkgs", spread, _lengths(key), precision=_HIGH)
+        found = found + jnp.einsum("kgf,bksf->bkgs", spread, _pair_lengths(key), precision=_HIGH)
         live = o.live[:, :, None]
         count = jnp.maximum(jnp.sum(live, axis=-1, keepdims=True), 1)
         away = jnp.where(live, found - jnp.sum(jnp.where(live, found, 0), axis=-1, keepdims=True) / count, 0)
@@ -181,8 +181,7 @@ def triattention(*, file: str | None = None, content: str | None = None, future:
 
 def _attended(state: LastQueries, o: Observation, window: int) -> Float[Array, "B K S"]:
     """Return the mean attention of the last queries to the tokens before them; 0 for the window's own tokens."""
-    query, place = state.query.value, state.place.value
-    key = jnp.where(o.live[..., None], o.key.astype(jnp.float32), 0)
+    query, key, place = state.query.value, o.live_key, state.place.value
     before = o.live & (o.position < (o.next_position - window)[:, None, None])
     scale = o.context.factor(key.shape[3])
     logits = jnp.einsum("bkwgd,bksd->bkwgs", query, key, precision=_HIGH)
@@ -196,8 +195,7 @@ def _attended(state: LastQueries, o: Observation, window: int) -> Float[Array, "
 def _repeated(o: Observation, threshold: float) -> Float[Array, "B K S"]:
     """Return the softmax, over a head's tokens, of the mean cosine of a key with the others' keys."""
     B, K, S = o.position.shape
-    key = jnp.where(o.live[..., None], o.key.astype(jnp.float32), 0)
-    direction = unit(key)
+    direction = unit(o.live_key)
     size, pages = min(_SLOTS, S), -(-S // min(_SLOTS, S))
     more = pages * size - S
 
@@ -230,7 +228,7 @@ def _coming(
     return cos, sin
 
 
-def _lengths(x: Float[Array, "*shape D"]) -> Float[Array, "*shape half"]:
+def _pair_lengths(x: Float[Array, "*shape D"]) -> Float[Array, "*shape half"]:
     """Return the length of each pair of elements that are rotated together."""
     first, second = jnp.split(x, 2, axis=-1)
     return jnp.sqrt(first**2 + second**2)

@@ -55,8 +55,7 @@ def keydiff() -> Policy:
     """
 
     def score(o: Observation) -> Scores:
-        key = jnp.where(o.live[..., None], o.key.astype(jnp.float32), 0)  # stale keys must not enter the mean
-        direction = unit(key)
+        direction = unit(o.live_key)
         count = jnp.maximum(jnp.sum(o.live, axis=2), 1).astype(direction.dtype)
         mean = jnp.sum(direction, axis=2, keepdims=True) / count[..., None, None]
         return -jnp.sum(direction * unit(mean), axis=-1)[:, :, None]

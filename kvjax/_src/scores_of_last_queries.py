@@ -97,14 +97,12 @@ def restkv(
         before = _before(o, window)
         shares = _averaging(there, alpha)
         if per == "query":
-            value = jnp.where(o.live[..., None], o.value.astype(jnp.float32), 0)
-            out = jnp.einsum("bkgws,bksd->bkgwd", weights, value, precision=_HIGH)
-            moved = jnp.einsum("bkgws,bkw->bkgs", _odds(weights) * _lengths(out, o), shares, precision=_HIGH)
+            out = jnp.einsum("bkgws,bksd->bkgwd", weights, o.live_value, precision=_HIGH)
+            moved = jnp.einsum("bkgws,bkw->bkgs", _odds(weights) * _changes_behind(out, o), shares, precision=_HIGH)
         else:
             mean = jnp.where(before, jnp.einsum("bkgws,bkw->bkgs", weights, shares, precision=_HIGH), 0)
-            value = jnp.where(o.live[..., None], o.value.astype(jnp.float32), 0)
-            out = jnp.einsum("bkgs,bksd->bkgd", mean, value, precision=_HIGH)
-            moved = _odds(mean) * _lengths(out[:, :, :, None], o)[:, :, :, 0]
+            out = jnp.einsum("bkgs,bksd->bkgd", mean, o.live_value, precision=_HIGH)
+            moved = _odds(mean) * _changes_behind(out[:, :, :, None], o)[:, :, :, 0]
         drift = _drift(weights, there, o, window)
         return jnp.where(before, _pooled_along(moved, before[:, :, 0], o, kernel // 2, jnp.trunc(drift / step)), 0)
 
@@ -173,8 +171,7 @@ def _weights(state: LastQueries, o: Observation) -> tuple[Float[Array, "B K G w 
     """Return the last queries' attention over the tokens that are held, the newest query first, and which are there."""
     query, place = state.query.value, state.place.value
     _, K, _, G, D = query.shape
-    key = jnp.where(o.live[..., None], o.key.astype(jnp.float32), 0)
-    logits = jnp.einsum("bkwgd,bksd->bkgws", query, key, precision=_HIGH)
+    logits = jnp.einsum("bkwgd,bksd->bkgws", query, o.live_key, precision=_HIGH)
     logits = scaled(logits, o.context.factor(D), o.context.soft_cap)
     seen = (o.live[:, :, None] & (o.position[:, :, None] < place[..., None]))[:, :, None]  # a place is a position + 1
     logits = jnp.where(seen, logits, -jnp.inf)
@@ -198,10 +195,10 @@ def _odds(weights: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     return weights / jnp.maximum(1 - weights, jnp.finfo(weights.dtype).eps)
 
 
-def _lengths(out: Float[Array, "B K G w D"], o: Observation) -> Float[Array, "B K G w S"]:
+def _changes_behind(out: Float[Array, "B K G w D"], o: Observation) -> Float[Array, "B K G w S"]:
     """Return ``|(x - v) W_O|`` of some outputs x and each slot's value v, one query head of the group at a time."""
     gram = part_of(o.context.projection, "gram", "restkv").astype(jnp.float32)
-    value = jnp.where(o.live[..., None], o.value.astype(jnp.float32), 0)
+    value = o.live_value
 
     def of(of_head: Float[Array, "B K D"], own: Float[Array, "K D D"]) -> Float[Array, "B K S"]:
         away = of_head[:, :, None] - value
