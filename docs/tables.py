@@ -292,11 +292,14 @@ def generations(file: str) -> str:
     head, lines = ("policy", "slots", "facts", "results", "perplexity", "MiB"), []
     for r in sorted(data["results"], key=lambda r: (r["budget"] or 0, -r["score"], r.get("increase", 0))):
         told = [f"{asked * r['tasks'][task]['score']:.0f} of {asked}" for task in ("facts", "results")]
-        more = f"{r['perplexity']:.1f}" if r is full else f"{r['increase']:+.0%}"
+        more = f"{r['perplexity']:.1f}"
+        if r is not full:
+            more = f"{r['increase']:+.1%}<br>[{r['increase_low']:+.1%}, {r['increase_high']:+.1%}]"
         lines.append((f"`{r['policy']}`", r["budget"] or "all", *told, more, f"{r['cache_bytes'] / 2**20:.0f}"))
     return (
         f"{settings['samples']} texts of {int(settings['lengths']):,} tokens, {settings['model']} "
-        f"([{Path(file).name}](../results/{file})). Perplexity: the full cache's, and by how much it grows.\n\n"
+        f"([{Path(file).name}](../results/{file})). Perplexity: the full cache's, and by how much it grows, with 95% "
+        "intervals.\n\n"
         f"{markdown(head, lines)}"
     )
 
@@ -387,6 +390,20 @@ def links_gain(file: str, links: Sequence[str]) -> str:
         "predictions, in nats. Then what a link changes, with 95% intervals; bold: beyond noise among all of the table "
         f"(Holm).\n\n{markdown(('score', 'perplexity', *named, 'KL', *named), lines)}"
     )
+
+
+def blocks_gain(files: Mapping[str, str], link: str) -> str:
+    """Make the table of what a link behind scores changes in perplexity, by how much is evicted at once.
+
+    ``files`` are those of :func:`links_gain`, each by what its column is called.
+    """
+    compared = [{(c["policy"], c["against"]): c for c in read(file)["policy_comparisons"]} for file in files.values()]
+    pairs = [pair for pair in compared[0] if pair[0] == claims.adding(link, pair[1])]
+    _, change, interval = TOLD["by_chunk"]
+    cell = f"{change}<br>{interval}"
+    lines = [(f"`{base}`", *(cell.format(**found[policy, base]) for found in compared)) for policy, base in pairs]
+    head = (f"`+{link}` changes perplexity", *(f"[{name}]({file})" for name, file in files.items()))
+    return markdown(head, lines)
 
 
 def parts_of(page: str) -> dict[str, Callable[[], str]]:

@@ -435,6 +435,7 @@ def _policy(d: _Draw, block: int, heads: tuple[int, int, int], meshed: bool, cap
         whole = not (capped or windowed or turned)
         fitted = (["match"] if whole and not meshed else []) + (["moments"] if whole and nonnegative else [])
         draws = nonnegative and not errors and not one_set and name not in ("laprox", "cake")
+        draws = draws and "measure='change'" not in base
         merging = d.one("merge", *fitted, *([] if errors else ["cam"]), *(["sample"] if draws else []))
         options: dict[str, Any] = dict(merge=dict(similarity=(0.0, 0.3, 0.7)), cam=dict(window=(1, 2, 5)))
         options["sample"] = dict(power=(1.0, 3.0), seed=(1,))
@@ -459,7 +460,8 @@ def _policy(d: _Draw, block: int, heads: tuple[int, int, int], meshed: bool, cap
     if one_set or d.maybe(0.4):
         return f"{chain}@uniform" if name in PUBLISHED and d.maybe(0.5) else chain
     of_query_heads = "heads='query'" in base  # which a file of KV heads does not fit
-    which = d.one(*[name for name in allocations if not of_query_heads or name not in OF_FILES])
+    excluded = {*(OF_FILES if of_query_heads else ()), *(("duo", "simlayer") if "+sample" in chain else ())}
+    which = d.one(*[name for name in allocations if name not in excluded])
     allocation = d.link(which, **allocations[which])  # type: ignore[arg-type]
     if which == "model" and not nonnegative:
         allocation = "model(normalise=False)"

@@ -21,7 +21,7 @@ def test_what_is_no_score_is_compared_by_how_much_it_varies_alone():
     rng = np.random.default_rng(0)
     errors = 0.01 + 0.002 * rng.normal(size=20)
     assert statistics.comparison(errors.tolist())["better"] == "within noise"  # one text lost whole would outweigh it
-    assert statistics.comparison(errors.tolist(), statistics.mean_interval)["better"] == "yes"
+    assert statistics.comparison(errors.tolist(), interval=statistics.mean_interval)["better"] == "yes"
 
 
 def test_equal_outcomes_are_within_noise_and_a_worse_policy_is_called_so():
