@@ -34,7 +34,7 @@ class Priorities(NamedTuple):
 
 
 @register
-def sample(*, power: float = 2.0, seed: int = 0) -> Policy:
+def sample(*, power: float = 2.5, seed: int = 0) -> Policy:
     """Evict at random, and let the tokens that stay count for those that left, so that attention is right in the mean.
 
     Which tokens stay is drawn by priority: one of score s stays with the probability ``p = min(1, s ** power / t)``,
@@ -51,7 +51,8 @@ def sample(*, power: float = 2.0, seed: int = 0) -> Policy:
     Args:
         power: how sharply a score decides; with 1 a token's chance is in proportion to its score. With a larger power
             more stays for sure, and fewer tokens stand for all others: facts are kept better, and the text is predicted
-            less as with the full cache. The smaller the share of a text that fits, the larger it should be.
+            less as with the full cache. The smaller the share of a text that fits, the larger it should be. 2.5 did
+            well for an eighth and a sixteenth.
         seed: of the numbers drawn, an int in [0, 2**32).
 
     Example:

@@ -833,7 +833,7 @@ def moments() -> Link:
     return Link(score, corrects=True)
 
 
-def sample(*, power: float = 2.0, seed: int = 0) -> Link:
+def sample(*, power: float = 2.5, seed: int = 0) -> Link:
     """Keep the largest s ** power / u; what stays with the probability p counts 1 / p times (Duffield and others)."""
 
     def score(scores: Scores, seen: Seen) -> Scores:
