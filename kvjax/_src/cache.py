@@ -635,7 +635,8 @@ def check_held(what: str, held: int, room: int) -> None:
 def token_at(position: Int[Array, "B K S"], at: Int[Array, "B T"]) -> tuple[Int[Array, "B K S"], Bool[Array, "B K S"]]:
     """Return which of a block's tokens, at the positions ``at``, each slot holds, and whether it holds one of them."""
     same = (position[..., None] == at[:, None, None]) & (at >= 0)[:, None, None]
-    return jnp.argmax(same, axis=-1), jnp.any(same, axis=-1)
+    number = jnp.max(jnp.where(same, jnp.arange(1, at.shape[1] + 1), 0), axis=-1)  # from 1: one fused reduction
+    return jnp.maximum(number - 1, 0), number > 0
 
 
 def nth_true(mask: Array, n: Int[Array, "*batch M"]) -> Int[Array, "*batch M"]:
