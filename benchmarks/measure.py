@@ -291,10 +291,10 @@ def collect(
     for record in records:
         found.append(record)
         write(partial, benchmark, settings, found, digests)
-    if found and flags.json is not None:
-        partial.json.replace(flags.json)
     if found and all("refused" in record for record in found):
         raise ValueError(found[0]["refused"])
+    if found and flags.json is not None:
+        partial.json.replace(flags.json)
     return found
 
 

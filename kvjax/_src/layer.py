@@ -274,7 +274,7 @@ def _left(
 ) -> Float[Array, "B K G 1"] | None:
     """Return the share of the queries' attention that sinks leave to the tokens, in the mean, by what the score reads.
 
-    ``seen`` counts tokens that have left the sliding window, ``live`` does not: of these two the sinks take no part.
+    ``seen`` still has the attention to tokens that have left the sliding window, ``live`` has 0 for them.
     """
     name = next((name for name in ("window_mean", "last", "sum") if name in read), None)
     if name is None:

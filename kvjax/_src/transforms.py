@@ -7,9 +7,8 @@ from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from kernels_pallas.cache_attention.api import check_projection
 from kernels_pallas.caote_topk.reference import shares
 from kvjax._src.cache import Positions, nth_true, token_at
 from kvjax._src.chains import no_state, register, unchanged
@@ -400,18 +399,12 @@ def _chunk_means(scores: Scores, o: Observation, size: int) -> Scores:
 def _with_new_norms(norms: Float[Array, "B K S"], o: Observation) -> Float[Array, "B K S"]:
     """Return the norms ``|v W_O|_1``, with those of the tokens that entered with this block written to their slots."""
     weight = part_of(o.context.projection, "weight", "critical")
-    (_, K, _, D), N = o.value.shape, o.query.shape[2]
-    check_projection(weight, True, (K, N // K, D))
-    slot = entered_slots(o)
-    value = jnp.take_along_axis(o.value, slot[..., None], axis=2, mode="fill", fill_value=0)
-    return put(norms, slot, _output_length(value, weight))
-
-
-def entered_slots(o: Observation) -> Int[Array, "B K T"]:
-    """Return the slots of the block's tokens, in slot order; S where there are fewer than T, as :func:`put` drops S."""
     (B, T), K = o.query_position.shape, o.position.shape[1]
     new = o.live & token_at(o.position, o.query_position)[1]
-    return nth_true(new, jnp.broadcast_to(jnp.arange(1, T + 1), (B, K, T)))
+    slot = nth_true(new, jnp.broadcast_to(jnp.arange(1, T + 1), (B, K, T)))  # S, which is dropped, beyond the last
+    value = jnp.take_along_axis(o.value, slot[..., None], axis=2, mode="fill", fill_value=0)
+    written = jax.vmap(jax.vmap(lambda own, slot, new: own.at[slot].set(new, mode="drop")))
+    return written(norms, slot, _output_length(value, weight))
 
 
 def predicted(o: Observation, name: str, policy: str) -> Array:
@@ -461,17 +454,6 @@ def _output_length(
 def rounded(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """Round to 12 bits after the leading one, so that numbers that only rounding errors tell apart become equal."""
     return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=12)
-
-
-def put(
-    array: Float[Array, "B K S *rest"], slot: Int[Array, "B K T"], new: Float[Array, "B K T *rest"]
-) -> Float[Array, "B K S *rest"]:
-    """Return the array with array[b, k, slot[b, k, t]] = new[b, k, t]; slots beyond the end are dropped."""
-
-    def one_head(array: Array, slot: Array, new: Array) -> Array:
-        return array.at[slot].set(new, mode="drop")
-
-    return jax.vmap(jax.vmap(one_head))(array, slot, new)
 
 
 def check_kernel(name: str, kernel: int) -> None:

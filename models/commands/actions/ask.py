@@ -102,7 +102,7 @@ def command(flags: argparse.Namespace) -> None:
                 records.append({"question": question, "answer": answer, "seconds": answered.answer_seconds[at]})
         found = found._replace(peak_cache_bytes=peak)
     if flags.json:
-        digests = provenance.of_run(model, tokenizer)
+        digests = provenance.of_run(model, tokenizer, networks)
         figures = {
             "model": flags.model, "document": flags.document or flags.load, "policy": name, "budget": budget,
             "when": None if flags.load is not None else flags.when or "block",

@@ -71,7 +71,7 @@ def command(flags: argparse.Namespace) -> None:
         if flags.prompts is not None:
             _answer_all(flags, loaded, requests)
         elif flags.json:
-            print(_json(flags, provenance.of_run(model, tokenizer), _answer(flags, loaded, requests[0])))
+            print(_json(flags, provenance.of_run(model, tokenizer, networks), _answer(flags, loaded, requests[0])))
         else:
             figures = _answer(flags, loaded, requests[0], lambda piece: print(piece, end="", flush=True))
             print(flush=True)
@@ -81,7 +81,7 @@ def command(flags: argparse.Namespace) -> None:
 
 def _answer_all(flags: argparse.Namespace, loaded: Loaded, requests: list[Request]) -> None:
     """Print one line of JSON per prompt as soon as it is done. A prompt that fails does not stop the others."""
-    digests = provenance.of_run(loaded.model, loaded.tokenizer)
+    digests = provenance.of_run(*loaded)
     failed, bar = 0, commands.progress_bar("prompt", over=requests)
     for request in bar:
         make_room()
